@@ -1,0 +1,211 @@
+"""Jagged and Batch: the data of one training step.
+
+Shape legend: B samples, T keys (or positions) of all samples together, D row width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(eq=False)
+class Jagged:
+    """B lists of different lengths, stored end to end.
+
+    `values` is [T] (keys, timestamps) or [T, D] (rows); list b is `values[offsets[b]:offsets[b + 1]]`.
+    `weights`, if given, has one float per key: it scales the row in a pooled feature.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int | float]], *, dtype: torch.dtype = torch.int64) -> Jagged:
+        """`Jagged.from_lists([[3, 5], [], [9]])`."""
+        lengths = torch.tensor([len(one) for one in lists], dtype=torch.int64)
+        values = torch.tensor([value for one in lists for value in one], dtype=dtype)
+        return cls.from_lengths(values, lengths)
+
+    @classmethod
+    def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Jagged:
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        return cls(values, offsets, weights)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def positions(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the values of the given samples lie, and the offsets of the lists made of them."""
+        lengths = self.lengths[samples]
+        offsets = torch.zeros(len(samples) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        shift = torch.repeat_interleave(self.offsets[:-1][samples] - offsets[:-1], lengths)
+        return torch.arange(len(shift)) + shift, offsets
+
+    def select(self, samples: Tensor) -> Jagged:
+        """The lists of the given samples, in the given order."""
+        where, offsets = self.positions(samples)
+        weights = None if self.weights is None else self.weights[where]
+        return Jagged(self.values[where], offsets, weights)
+
+    def sample_ids(self) -> Tensor:
+        """For each of the T values, the sample it belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def to_padded(self, length: int | None = None, value: float = 0) -> Tensor:
+        """[B, length] or [B, length, D]; differentiable. `length` defaults to the longest list; longer lists are cut."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        length = longest if length is None else length
+        values, offsets = self.values, self.offsets
+        within = torch.arange(len(values)) - torch.repeat_interleave(offsets[:-1], self.lengths)
+        where = self.sample_ids() * length + within
+        if longest > length:
+            kept = within < length
+            values, where = values[kept], where[kept]
+        flat = values.new_full((len(self) * length, *values.shape[1:]), value)
+        return flat.index_copy(0, where, values).view(len(self), length, *values.shape[1:])
+
+    def to_lists(self) -> list[list[Any]]:
+        bounds = self.offsets.tolist()
+        values = self.values.tolist()
+        return [values[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+@dataclasses.dataclass(eq=False)
+class Batch:
+    """One step's samples on one worker.
+
+    keys: one Jagged of int64 keys per feature.
+    dense: everything the model reads besides rows: tensors [B, ...] or Jagged.
+    labels: [B] or [B, ...], if the model needs any.
+    """
+
+    keys: dict[str, Jagged]
+    dense: dict[str, Tensor | Jagged] = dataclasses.field(default_factory=dict)
+    labels: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of samples B."""
+        for part in (*self.keys.values(), *self.dense.values()):
+            return len(part)
+        return 0 if self.labels is None else len(self.labels)
+
+    def select(self, samples: Tensor) -> Batch:
+        """The given samples, in the given order: how a micro-batch is cut out."""
+        return Batch(
+            keys={name: jagged.select(samples) for name, jagged in self.keys.items()},
+            dense={
+                name: part.select(samples) if isinstance(part, Jagged) else part[samples]
+                for name, part in self.dense.items()
+            },
+            labels=None if self.labels is None else self.labels[samples],
+        )
+
+    @classmethod
+    def from_kjt(cls, kjt: Any, *, dense: Mapping[str, Tensor | Jagged] | None = None, labels: Tensor | None = None) -> Batch:
+        """Takes a TorchRec KeyedJaggedTensor; reads it through `keys()` and the JaggedTensors of `kjt[name]`."""
+        keys = {}
+        for name in kjt.keys():  # noqa: SIM118  (a KeyedJaggedTensor is not a mapping)
+            jagged = kjt[name]
+            weights = jagged.weights_or_none()
+            keys[name] = Jagged(jagged.values().to(torch.int64), jagged.offsets().to(torch.int64), weights)
+        return cls(keys, dict(dense or {}), labels)
+
+
+@dataclasses.dataclass(eq=False)
+class Output:
+    """What a model's forward returns: one loss per sample, and what else the trainer should know.
+
+    losses: [B], each the *sum* over what the sample is made of (tokens, say), so that splitting a batch changes nothing.
+    weights: [B], how much each sample counts in the mean (its number of tokens); 1 each if left out.
+    predictions: whatever metrics read, first dimension B (probabilities of a ranker).
+    """
+
+    losses: Tensor
+    weights: Tensor | None = None
+    predictions: Tensor | None = None
+
+
+def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
+    """Raises ValueError, naming the feature and the value, for a batch that cannot be trained on."""
+    size = batch.size
+    missing = [name for name in feature_names if name not in batch.keys]
+    if missing:
+        raise ValueError(
+            f"feature {missing[0]!r} is declared but the batch has no keys for it (it has {sorted(batch.keys)}); "
+            f"give every batch a Jagged for it (empty lists are fine) or drop the Feature"
+        )
+    for name in feature_names:
+        _check_jagged(f"feature {name!r}", batch.keys[name], size)
+        values, weights = batch.keys[name].values, batch.keys[name].weights
+        if values.dtype != torch.int64 or values.ndim != 1:
+            raise ValueError(
+                f"feature {name!r}: keys must be a 1-d int64 tensor, got {values.dtype} of shape {tuple(values.shape)}; "
+                f"convert them with .to(torch.int64), hashing strings first"
+            )
+        if weights is not None:
+            if weights.shape != values.shape or not weights.is_floating_point():
+                raise ValueError(
+                    f"feature {name!r}: weights must be one float per key, got {weights.dtype} of shape "
+                    f"{tuple(weights.shape)} for {len(values)} keys"
+                )
+            _check_finite(f"feature {name!r}: weights", weights)
+    for name, part in batch.dense.items():
+        if isinstance(part, Jagged):
+            _check_jagged(f"dense input {name!r}", part, size)
+            _check_finite(f"dense input {name!r}", part.values)
+        else:
+            if len(part) != size:
+                raise ValueError(f"dense input {name!r} has {len(part)} samples, the batch has {size}")
+            _check_finite(f"dense input {name!r}", part)
+    if batch.labels is not None:
+        if len(batch.labels) != size:
+            raise ValueError(f"labels are given for {len(batch.labels)} samples, the batch has {size}")
+        _check_finite("labels", batch.labels)
+
+
+def _check_jagged(what: str, jagged: Jagged, size: int) -> None:
+    offsets = jagged.offsets
+    if offsets.dtype != torch.int64 or offsets.ndim != 1 or len(offsets) == 0:
+        raise ValueError(f"{what}: offsets must be a 1-d int64 tensor of B + 1 entries, got {offsets.dtype} {tuple(offsets.shape)}")
+    if len(jagged) != size:
+        raise ValueError(f"{what} has {len(jagged)} samples, the batch has {size}")
+    if int(offsets[0]) != 0 or int(offsets[-1]) != len(jagged.values):
+        raise ValueError(
+            f"{what}: lengths do not sum up: offsets run from {int(offsets[0])} to {int(offsets[-1])}, "
+            f"but there are {len(jagged.values)} values"
+        )
+    if size and int(jagged.lengths.min()) < 0:
+        sample = int(jagged.lengths.argmin())
+        raise ValueError(f"{what}: sample {sample} has the negative length {int(jagged.lengths[sample])}")
+
+
+class NotFinite(ValueError):
+    """NaN or infinity in an input or a loss: the one kind of bad batch that a run may be told to skip."""
+
+
+def _check_finite(what: str, values: Tensor) -> None:
+    if not values.is_floating_point() or not values.numel():
+        return
+    # One pass: the sum is finite unless an entry is not (or the sum overflows, which the slow path sorts out).
+    if torch.isfinite(values.sum()):
+        return
+    bad = ~torch.isfinite(values)
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        raise NotFinite(
+            f"{what} holds {float(values[where])} at {list(where)}; clean the data, or set on_nonfinite='skip' "
+            f"to leave such batches out and count them"
+        )

@@ -1,0 +1,1 @@
+"""Side-by-side measurements; the only place that may import a peer."""

@@ -1,0 +1,120 @@
+"""Times several ways of doing a training step against each other, in the same processes, in alternating blocks.
+
+A machine drifts (clock, caches, neighbours), so one long run after another compares the weather. Here every round
+times one block of each contestant, the order rotates from round to round, and ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One contestant. Milliseconds per step; a block counts with the time of the slowest worker.
+
+    median_ms, iqr_ms: over the rounds; the IQR is the distance between the quartiles.
+    ratio: median over the rounds of (this contestant / the reference, in that round); below 1 is faster than it.
+    rounds_ms: every round, in order.
+    """
+
+    name: str
+    median_ms: float
+    iqr_ms: float
+    ratio: float
+    rounds_ms: list[float]
+
+
+def alternate(
+    contestants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 7,
+    steps: int = 5,
+    warmup: int = 5,
+    lead_in: int = 1,
+    reference: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Timing]:
+    """Times each contestant (a callable that does one step) on every worker; all workers get the same result.
+
+    Without torch.distributed it times this process alone. Every worker must call it with the same arguments.
+
+    rounds, steps: blocks per contestant, and timed steps per block.
+    warmup: untimed steps of each contestant before the first round.
+    lead_in: untimed steps at the start of each block: they refill caches and pipelines, and take the blame for work that
+        the contestant before left in flight.
+    reference: the contestant that ratios divide by; the first if left out.
+    """
+    names = list(contestants)
+    if not names:
+        raise ValueError("alternate: no contestants; give at least one name with a callable that does one step")
+    if reference is not None and reference not in contestants:
+        raise ValueError(f"alternate: the reference {reference!r} is not among the contestants {names}")
+    if rounds < 1 or steps < 1 or warmup < 0 or lead_in < 0:
+        raise ValueError(
+            f"alternate: rounds and steps must be at least 1, warmup and lead_in at least 0, "
+            f"got rounds={rounds} steps={steps} warmup={warmup} lead_in={lead_in}"
+        )
+    reference = reference or names[0]
+    for name in names:
+        _run(contestants[name], warmup)
+
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # else a full collection walks every module of every contestant, in the middle of somebody's block
+    try:
+        for turn in range(rounds):
+            start = turn % len(names)
+            for name in names[start:] + names[:start]:
+                _run(contestants[name], lead_in)
+                _barrier(group)
+                begin = time.perf_counter()
+                _run(contestants[name], steps)
+                seconds[name].append((time.perf_counter() - begin) / steps)
+    finally:
+        gc.unfreeze()
+
+    millis = {name: [1e3 * one for one in _slowest(seconds[name], group)] for name in names}
+    return {name: _timing(name, millis[name], millis[reference]) for name in names}
+
+
+def table(timings: Mapping[str, Timing], *, reference: str | None = None) -> str:
+    """The timings as text, one contestant per line."""
+    width = max(len(name) for name in timings)
+    versus = reference or next(iter(timings))
+    lines = [f"{'':{width}}  ms/step    IQR  x {versus}"]
+    lines += [f"{t.name:{width}}  {t.median_ms:7.1f}  {t.iqr_ms:5.1f}  {t.ratio:.3f}" for t in timings.values()]
+    return "\n".join(lines)
+
+
+def _run(step: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        step()
+
+
+def _barrier(group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized():
+        dist.barrier(group=group)
+
+
+def _slowest(values: list[float], group: dist.ProcessGroup | None) -> list[float]:
+    worst = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    return worst.tolist()
+
+
+def _timing(name: str, rounds_ms: list[float], reference_ms: list[float]) -> Timing:
+    iqr = 0.0
+    if len(rounds_ms) > 1:
+        low, _, high = statistics.quantiles(rounds_ms, n=4, method="inclusive")
+        iqr = high - low
+    ratio = statistics.median(mine / theirs for mine, theirs in zip(rounds_ms, reference_ms, strict=True))
+    return Timing(name, statistics.median(rounds_ms), iqr, ratio, rounds_ms)

@@ -1,0 +1,1 @@
+"""Peers timed against nestpipe in the same worker processes. `requirements*.txt` beside this file say what to install."""

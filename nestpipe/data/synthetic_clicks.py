@@ -1,0 +1,181 @@
+"""SyntheticClicks: bags of power-law keys, dense inputs and clicks from a hidden logistic model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numba import njit
+
+from nestpipe.batch import Batch, Jagged
+from nestpipe.data import dataset
+from nestpipe.data.draws import (
+    law_reach,
+    mix,
+    power_law,
+    sample_state,
+    stream_of,
+    to_keys,
+    uniform,
+    uniform_ids,
+    uniform_table,
+)
+from nestpipe.data.overlap import Overlap, cover
+
+# What a stream is for; each purpose has its own, so that adding draws to one does not change another.
+_DENSE, _CLICK, _HIDDEN, _LENGTH, _KEYS = 0, 1, 2, 3, 4
+_UNIT_VARIANCE = 3**0.5  # uniform over -sqrt(3) .. sqrt(3) has variance 1
+
+
+class SyntheticClicks:
+    """Endless click samples: each epoch draws `num_samples` new ones from the same hidden law.
+
+    Features "f0", "f1", ... have keys_per_table keys each (one number, or a list with one per feature); no two features share a
+    key, so they may lie in one table or in several. Rank r of a feature is drawn with probability ~ r^-skew (0: uniform).
+    A label is 1 with probability sigmoid(signal * z), where z adds a hidden weight per key and per dense input and has
+    variance about 1.
+
+    keys_per_bag: one number, or [least, most] for bags of different sizes.
+    overlap: None, or the fraction (0 to 1) of the distinct keys of each feature of a training batch, all ranks together, that
+        also occur in the training batch before it. With overlap set, every rank draws the whole global batch.
+    spread_keys: keys all over the int64 range instead of small numbers.
+    seed: of the hidden law; the seed given to `batches` picks the samples.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_features: int = 8,
+        keys_per_bag: int | list[int] = 10,
+        keys_per_table: int | list[int] = 1_000_000,
+        skew: float = 1.05,
+        num_dense: int = 13,
+        signal: float = 2.0,
+        overlap: float | None = None,
+        num_samples: int = 1_000_000,
+        num_valid_samples: int = 20_000,
+        num_test_samples: int = 20_000,
+        spread_keys: bool = False,
+        seed: int = 0,
+    ) -> None:
+        least, most = keys_per_bag if isinstance(keys_per_bag, list) else (keys_per_bag, keys_per_bag)
+        sizes = keys_per_table if isinstance(keys_per_table, list) else [keys_per_table] * num_features
+        dataset.check_at_least(
+            num_features=(num_features, 1), keys_per_bag=(least, 0), most_keys_per_bag=(most, max(1, least)),
+            keys_per_table=(min(sizes, default=1), 1), skew=(skew, 0), num_dense=(num_dense, 0), num_samples=(num_samples, 1),
+            num_valid_samples=(num_valid_samples, 0), num_test_samples=(num_test_samples, 0), seed=(seed, 0),
+        )  # fmt: skip
+        if len(sizes) != num_features:
+            raise ValueError(f"keys_per_table lists {len(sizes)} sizes for {num_features} features; give one per feature")
+        if overlap is not None and not 0 <= overlap <= 1:
+            raise ValueError(f"overlap is {overlap}; it must be between 0 and 1")
+        self.features = tuple(f"f{number}" for number in range(num_features))
+        self.skew, self.num_dense, self.signal, self.overlap = float(skew), num_dense, signal, overlap
+        self.spread_keys, self.seed = spread_keys, seed
+        self._bag_sizes = (least, most)
+        self._sizes = sizes
+        self._first_ids = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        self._num_samples = dict(zip(dataset.SPLITS, (num_samples, num_valid_samples, num_test_samples), strict=True))
+        self._hidden = stream_of(seed, _HIDDEN)
+        self._dense_weights = dataset.generator(seed, _HIDDEN).standard_normal(num_dense)
+        self._plans: dict[tuple[int, int], Overlap] = {}
+
+    def batches(
+        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
+    ) -> Iterator[Batch]:
+        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
+        num_batches = dataset.num_global_batches(self._num_samples[split], batch_size=batch_size, world=world)
+        return (
+            self.batch(split, index, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
+            for index in range(num_batches)
+        )
+
+    def batch(
+        self, split: str, index: int, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
+    ) -> Batch:
+        """Batch `index` of an epoch, without those before it."""
+        train = split == "train"
+        # Evaluation sees the same samples whatever the seed and epoch of training.
+        where = (self.seed, dataset.SPLITS.index(split), *((seed, epoch) if train else (0, 0)))
+        begin, end = dataset.global_slice(index, self._num_samples[split], batch_size=batch_size, world=world)
+        mine = dataset.rank_slice(begin, end, rank=rank, world=world)
+        overlapping = train and self.overlap is not None
+        samples = np.arange(begin, end) if overlapping else np.arange(*mine)
+        logits = np.zeros(len(samples))
+        keys: dict[str, Jagged] = {}
+        for number, name in enumerate(self.features):
+            if overlapping:
+                ids, offsets = self._overlapping_bags(where, number, samples, index, full_size=batch_size * world)
+            else:
+                ids, offsets = self._bags(where, number, samples, self._sizes[number])
+            ids += self._first_ids[number]
+            _add_weights(logits, ids, offsets, self._hidden)
+            keys[name] = dataset.jagged(to_keys(ids, spread_keys=self.spread_keys), offsets)
+        dense = (uniform_table(stream_of(*where, _DENSE), samples, self.num_dense) * 2 - 1) * _UNIT_VARIANCE
+        z = logits / (2 * len(self.features)) ** 0.5 + dense @ self._dense_weights / (2 * max(1, self.num_dense)) ** 0.5
+        u = uniform_table(stream_of(*where, _CLICK), samples, 1)[:, 0]
+        labels = (u < 1 / (1 + np.exp(-self.signal * z))).astype(np.float32)
+        batch = Batch(keys, {"dense": torch.from_numpy(dense.astype(np.float32))}, torch.from_numpy(labels))
+        return batch.select(torch.arange(mine[0] - begin, mine[1] - begin)) if overlapping else batch
+
+    def _bags(
+        self, where: tuple[int, ...], number: int, samples: np.ndarray, num_ids: int, lengths: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if lengths is None:
+            least, most = self._bag_sizes
+            if least == most:
+                lengths = np.full(len(samples), least)
+            else:
+                lengths = least + uniform_ids(stream_of(*where, _LENGTH, number), samples, 1, most - least + 1)[:, 0]
+        offsets = dataset.offsets_of(lengths)
+        return _draw_bags(stream_of(*where, _KEYS, number), samples, offsets, num_ids, self.skew), offsets
+
+    def _overlapping_bags(
+        self, where: tuple[int, ...], number: int, samples: np.ndarray, index: int, full_size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        plan = self._plan(number, full_size)
+        if len(samples) < full_size:
+            plan = plan.at_most(fraction=self.overlap or 0.0, num_slots=self._distinct(number, len(samples)))
+        lengths = self._even_lengths(len(samples), index)
+        slots, offsets = self._bags(where, number, samples, max(1, plan.num_slots), lengths)
+        cover(slots, num_slots=plan.num_slots, granule=1, num_free=0)
+        return plan.to_ids(slots, index=index), offsets
+
+    def _even_lengths(self, size: int, index: int) -> np.ndarray:
+        """Bag sizes whose sum is the same for every batch, so that every batch has room for the same number of keys."""
+        least, most = self._bag_sizes
+        return dataset.generator(self.seed, index).permutation(least + np.arange(size) % (most - least + 1))
+
+    def _plan(self, number: int, size: int) -> Overlap:
+        if (number, size) not in self._plans:
+            self._plans[number, size] = Overlap.plan(
+                fraction=self.overlap or 0.0, num_slots=self._distinct(number, size), num_ids=self._sizes[number]
+            )
+        return self._plans[number, size]
+
+    def _distinct(self, number: int, size: int) -> int:
+        """How many distinct keys a batch of this size has under the law left to itself, by drawing one."""
+        ids, _ = self._bags((self.seed, 0, 0, 0), number, np.arange(size), self._sizes[number], self._even_lengths(size, 0))
+        return len(np.unique(ids))
+
+
+@njit(nogil=True, cache=True)
+def _draw_bags(stream, samples, offsets, num_ids, skew):
+    ids = np.empty(offsets[-1], np.int64)
+    reach = law_reach(num_ids, skew)
+    for s in range(len(samples)):
+        state = sample_state(stream, samples[s])
+        for where in range(offsets[s], offsets[s + 1]):
+            ids[where] = power_law(uniform(state, where - offsets[s]), num_ids, skew, reach)
+    return ids
+
+
+@njit(nogil=True, cache=True)
+def _add_weights(logits, ids, offsets, hidden):
+    """Adds the hidden weights of the keys of each bag, scaled so that bags of any size have variance 1."""
+    for s in range(len(logits)):
+        total = 0.0
+        for where in range(offsets[s], offsets[s + 1]):
+            total += (uniform(hidden ^ mix(np.uint64(ids[where])), 0) * 2 - 1) * _UNIT_VARIANCE
+        logits[s] += total / np.sqrt(max(1, offsets[s + 1] - offsets[s]))

@@ -1,0 +1,160 @@
+"""HashIndex: int64 key -> position, in batches; grows, deletes, never moves a position.
+
+Open addressing with linear probing; an entry is (key, position) side by side, so that a hit is one cache line. Deleting
+shifts the rest of the run back instead of leaving a tombstone: lookups never slow down with age.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nestpipe.kernels.jit import kernel, prefetch
+from nestpipe.kernels.keys import AHEAD, mix
+
+EMPTY = -1
+
+
+@kernel
+def _find(slots, keys, out):
+    mask = np.uint64(len(slots) - 1)
+    base = slots.ctypes.data
+    one = np.uint64(1)
+    length = len(keys)
+    for i in range(length):
+        if i + AHEAD < length:
+            prefetch(base + np.int64(mix(keys[i + AHEAD]) & mask) * 16)
+        key = keys[i]
+        slot = mix(key) & mask
+        while slots[slot, 1] != EMPTY and slots[slot, 0] != key:
+            slot = (slot + one) & mask
+        out[i] = slots[slot, 1]
+
+
+@kernel
+def _insert(slots, keys, positions, missing):
+    """Gives keys[i] for i in missing the position positions[i]; they must be distinct and absent."""
+    mask = np.uint64(len(slots) - 1)
+    one = np.uint64(1)
+    for i in missing:
+        slot = mix(keys[i]) & mask
+        while slots[slot, 1] != EMPTY:
+            slot = (slot + one) & mask
+        slots[slot, 0] = keys[i]
+        slots[slot, 1] = positions[i]
+
+
+@kernel
+def _assign(slots, keys, positions):
+    """Overwrites the positions of keys, all of which must be present."""
+    mask = np.uint64(len(slots) - 1)
+    one = np.uint64(1)
+    for i in range(len(keys)):
+        slot = mix(keys[i]) & mask
+        while slots[slot, 0] != keys[i] or slots[slot, 1] == EMPTY:
+            slot = (slot + one) & mask
+        slots[slot, 1] = positions[i]
+
+
+@kernel
+def _rehash(old, new):
+    mask = np.uint64(len(new) - 1)
+    one = np.uint64(1)
+    for i in range(len(old)):
+        if old[i, 1] != EMPTY:
+            slot = mix(old[i, 0]) & mask
+            while new[slot, 1] != EMPTY:
+                slot = (slot + one) & mask
+            new[slot, 0] = old[i, 0]
+            new[slot, 1] = old[i, 1]
+
+
+@kernel
+def _delete(slots, keys, out):
+    """Removes keys; out[i] = the position keys[i] had, or EMPTY. Returns how many there were."""
+    mask = np.uint64(len(slots) - 1)
+    one = np.uint64(1)
+    deleted = 0
+    for i in range(len(keys)):
+        hole = mix(keys[i]) & mask
+        while slots[hole, 1] != EMPTY and slots[hole, 0] != keys[i]:
+            hole = (hole + one) & mask
+        out[i] = slots[hole, 1]
+        if slots[hole, 1] == EMPTY:
+            continue
+        deleted += 1
+        slot = hole
+        while True:
+            slot = (slot + one) & mask
+            if slots[slot, 1] == EMPTY:
+                break
+            home = mix(slots[slot, 0]) & mask
+            # The entry may move into the hole unless its home lies (cyclically) after the hole.
+            if ((slot - home) & mask) >= ((slot - hole) & mask):
+                slots[hole, 0] = slots[slot, 0]
+                slots[hole, 1] = slots[slot, 1]
+                hole = slot
+        slots[hole, 1] = EMPTY
+    return deleted
+
+
+@kernel
+def _items(slots, keys, positions):
+    n = 0
+    for i in range(len(slots)):
+        if slots[i, 1] != EMPTY:
+            keys[n] = slots[i, 0]
+            positions[n] = slots[i, 1]
+            n += 1
+    return n
+
+
+class HashIndex:
+    """Distinct keys and their positions (>= 0)."""
+
+    def __init__(self, capacity: int = 1 << 10) -> None:
+        self._slots = self._empty(1 << max(4, (capacity * 2 - 1).bit_length()))
+        self._size = 0
+
+    @staticmethod
+    def _empty(num_slots: int) -> np.ndarray:
+        slots = np.empty((num_slots, 2), np.int64)
+        slots[:, 1] = EMPTY
+        return slots
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def nbytes(self) -> int:
+        return self._slots.nbytes
+
+    def find(self, keys: np.ndarray, out: np.ndarray) -> None:
+        """out[i] = position of keys[i], or -1."""
+        _find(self._slots, keys, out)
+
+    def insert(self, keys: np.ndarray, positions: np.ndarray, missing: np.ndarray) -> None:
+        """Adds keys[i] -> positions[i] for every i in `missing`; those keys must be distinct and absent."""
+        needed = self._size + len(missing)
+        if needed * 3 > len(self._slots) * 2:
+            new = self._empty(1 << (needed * 2 - 1).bit_length())
+            _rehash(self._slots, new)
+            self._slots = new
+        _insert(self._slots, keys, positions, missing)
+        self._size = needed
+
+    def assign(self, keys: np.ndarray, positions: np.ndarray) -> None:
+        """Gives keys that are present other positions."""
+        _assign(self._slots, keys, positions)
+
+    def delete(self, keys: np.ndarray, out: np.ndarray) -> int:
+        """Removes keys; out[i] = the position that keys[i] had, or -1. Returns how many were there."""
+        deleted = _delete(self._slots, keys, out)
+        self._size -= deleted
+        return deleted
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """All keys and positions, in no particular order."""
+        keys, positions = np.empty(self._size, np.int64), np.empty(self._size, np.int64)
+        found = _items(self._slots, keys, positions)
+        assert found == self._size
+        return keys, positions

@@ -1,0 +1,71 @@
+"""How kernels are compiled, and the two things Numba lacks: a view of memory at an address, and a cache prefetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled on first use, kept on disk, runs without the GIL so that lanes overlap.
+
+    No fast-math: the order of every sum is part of a kernel's contract.
+    """
+    return numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+
+
+def _pointer_to(numba_type, llvm_type):
+    @intrinsic
+    def pointer(typingctx, address):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], llvm_type.as_pointer())
+
+        return types.CPointer(numba_type)(types.int64), codegen
+
+    return pointer
+
+
+# A typed pointer from an integer address; `numba.carray` makes an array of it.
+float_pointer = _pointer_to(types.float32, ir.FloatType())
+int_pointer = _pointer_to(types.int32, ir.IntType(32))
+half_pointer = _pointer_to(types.uint16, ir.IntType(16))
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at an address; harmless if the address is not mapped."""
+
+    def codegen(context, builder, signature, args):
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        pointer = builder.inttoptr(args[0], cgutils.voidptr_t)
+        builder.call(function, [pointer, ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def float_bits(typingctx, value):
+    """The bits of a float32 as uint32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def bits_float(typingctx, bits):
+    """The float32 with the given bits (uint32)."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen

@@ -1,0 +1,160 @@
+"""Kernels on keys: hash, owner, deduplicate with inverse, bucket by owner.
+
+A key is any int64. Its hash decides everything: the top 16 bits are its *shard* (65,536 of them, whatever the number of
+workers), consecutive shards belong to one worker, and the low bits place it in hash tables.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nestpipe.kernels.jit import kernel, prefetch
+
+SHARD_BITS = 16
+NUM_SHARDS = 1 << SHARD_BITS
+AHEAD = 16  # keys between asking for a cache line and using it
+
+_M1 = np.uint64(0xFF51AFD7ED558CCD)
+_M2 = np.uint64(0xC4CEB9FE1A85EC53)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_S32 = np.uint64(32)
+_S33 = np.uint64(33)
+_S48 = np.uint64(64 - SHARD_BITS)
+
+
+@kernel
+def mix(key):
+    """A bijection of 64 bits in which every input bit moves every output bit (the finalizer of MurmurHash3)."""
+    h = np.uint64(key)
+    h ^= h >> _S33
+    h *= _M1
+    h ^= h >> _S33
+    h *= _M2
+    h ^= h >> _S33
+    return h
+
+
+@kernel
+def shard_of(key):
+    return np.int64(mix(key) >> _S48)
+
+
+@kernel
+def owner_of(key, world):
+    """The worker that holds the key's row: shards are dealt out in consecutive ranges, equal to within one."""
+    return (shard_of(key) * world) >> SHARD_BITS
+
+
+@kernel
+def _spread(key):
+    """One multiplication: enough to place keys in a scratch table, and half the price of `mix`. Read from the top."""
+    h = np.uint64(key)
+    return (h ^ (h >> _S32)) * _GOLDEN
+
+
+@kernel
+def deduplicate(keys, slots, bits, epoch, unique, inverse):
+    """unique[:n] = the distinct keys in order of first appearance; inverse[i] = where keys[i] is in it. Returns n.
+
+    slots: scratch of a power of two >= 2 * len(keys) int64, of which the first 2^bits are used to begin with, more as
+    distinct keys turn up: a table that fits the cache is what makes skewed keys fast. An entry is (epoch << 32 | place),
+    so that a new epoch empties the table without a pass over it; 32 epochs from `epoch` on must be unused.
+    unique needs len(keys) places.
+    """
+    mask = np.uint64((1 << bits) - 1)
+    shift = np.uint64(64 - bits)
+    limit = 1 << (bits - 1)
+    base = slots.ctypes.data
+    one = np.uint64(1)
+    n = 0
+    length = len(keys)
+    for i in range(length):
+        if i + AHEAD < length:
+            prefetch(base + np.int64(_spread(keys[i + AHEAD]) >> shift) * 8)
+        key = keys[i]
+        slot = _spread(key) >> shift
+        while True:
+            entry = slots[slot]
+            if (entry >> 32) != epoch:
+                slots[slot] = (epoch << 32) | n
+                unique[n] = key
+                inverse[i] = n
+                n += 1
+                break
+            place = entry & 0xFFFFFFFF
+            if unique[place] == key:
+                inverse[i] = place
+                break
+            slot = (slot + one) & mask
+        if n > limit:
+            mask = (mask << one) | one
+            shift -= one
+            limit <<= 1
+            epoch += 1
+            for place in range(n):
+                slot = _spread(unique[place]) >> shift
+                while (slots[slot] >> 32) == epoch:
+                    slot = (slot + one) & mask
+                slots[slot] = (epoch << 32) | place
+    return n
+
+
+@kernel
+def bucket(unique, world, owner, counts, start, bucketed, place):
+    """Stable counting sort of keys by owner: bucketed[place[i]] = unique[i]; counts[w] = keys of worker w.
+
+    owner: scratch of len(unique) int32; start: scratch of `world` int64.
+    """
+    counts[:] = 0
+    for i in range(len(unique)):
+        w = owner_of(unique[i], world)
+        owner[i] = w
+        counts[w] += 1
+    start[0] = 0
+    for w in range(1, world):
+        start[w] = start[w - 1] + counts[w - 1]
+    for i in range(len(unique)):
+        w = owner[i]
+        place[i] = start[w]
+        bucketed[start[w]] = unique[i]
+        start[w] += 1
+
+
+@kernel
+def compose(first, second, out):
+    """out[i] = second[first[i]]"""
+    for i in range(len(first)):
+        out[i] = second[first[i]]
+
+
+@kernel
+def _shards(keys, out):
+    for i in range(len(keys)):
+        out[i] = shard_of(keys[i])
+
+
+def shards(keys: np.ndarray) -> np.ndarray:
+    """The shard (0 to 65,535) of each key."""
+    out = np.empty(len(keys), np.int64)
+    _shards(keys, out)
+    return out
+
+
+class Deduplicator:
+    """`deduplicate` with its scratch kept between calls. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self._slots = np.zeros(1 << 12, np.int64)
+        self._epoch = 1
+        self._expected = 0  # distinct keys last time
+
+    def __call__(self, keys: np.ndarray, unique: np.ndarray, inverse: np.ndarray) -> int:
+        needed = 1 << max(12, (2 * len(keys) - 1).bit_length())
+        if needed > len(self._slots) or self._epoch > 2**31 - 64:
+            self._slots = np.zeros(max(needed, len(self._slots)), np.int64)
+            self._epoch = 1
+        bits = min(max(12, (2 * self._expected).bit_length()), needed.bit_length() - 1)
+        n = deduplicate(keys, self._slots, bits, self._epoch, unique, inverse)
+        self._epoch += 32
+        self._expected = n
+        return n

@@ -1,0 +1,146 @@
+"""Table and Feature: everything a user declares about embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+
+import torch
+
+from nestpipe.optim import RowOptimizer, RowwiseAdagrad
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """First values of a row: uniform between low and high."""
+
+    low: float = -0.05
+    high: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """First values of a row: normal with mean 0."""
+
+    std: float = 0.02
+
+
+Init = Uniform | Normal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """Which rows are given up, and when. A row that comes back after that is born anew.
+
+    max_rows: budget of rows over all workers; each worker holds an equal part. When new keys would exceed it, the rows
+        with the lowest rank are dropped until 15/16 of the budget is left, never one that the current batch uses.
+    policy: "lru" drops the rows whose last use is longest ago; "lfu" those used in the fewest steps, the longest ago of
+        these first. Ties go by key, so that two runs drop the same rows.
+    ttl: a row not used for more than this many steps is dropped, with or without a budget.
+    """
+
+    max_rows: int | None = None
+    policy: str = "lru"
+    ttl: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("lru", "lfu"):
+            raise ValueError(f"Eviction: policy must be 'lru' or 'lfu', got {self.policy!r}")
+        for name in ("max_rows", "ttl"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Eviction: {name} must be at least 1, got {value}")
+        if self.max_rows is None and self.ttl is None:
+            raise ValueError("Eviction: give max_rows, ttl or both")
+
+
+POOLINGS = (None, "sum", "mean")
+POOLED_AT = ("auto", "source", "owner")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """An embedding table: any int64 key, no declared size; a row is born when its key is first trained on.
+
+    name: what features refer to; also part of the seed of the first values.
+    dim: values per row.
+    optimizer: a RowOptimizer; its state lies beside each row.
+    init: distribution of first values. They depend only on (seed, table name, key).
+    dtype: torch.float32 or torch.bfloat16 rows; state and arithmetic are float32 either way.
+    tier: where rows live: "memory".
+    admit_after: a key gets a row of its own in the k-th step that uses it; before that it shares one of 65,536
+        common rows (chosen by hash) with other rare keys.
+    eviction: see Eviction; None keeps every row.
+    pooled_at: how the rows of pooled features travel. "source" sends each distinct row once and pools where the sample is;
+        "owner" pools where the rows live and sends one vector per sample and owner: fewer bytes when keys hardly repeat.
+        "auto" counts both on the first batch, takes the smaller and says so. A table that also serves a sequence feature
+        sends rows.
+    """
+
+    name: str
+    dim: int
+    optimizer: RowOptimizer = RowwiseAdagrad()
+    init: Init = Normal()
+    dtype: torch.dtype = torch.float32
+    tier: str = "memory"
+    admit_after: int = 1
+    eviction: Eviction | None = None
+    pooled_at: str = "auto"
+
+    def __post_init__(self) -> None:
+        def refuse(problem: str) -> ValueError:
+            return ValueError(f"table {self.name!r}: {problem}")
+
+        if not isinstance(self.dim, int) or self.dim < 1:
+            raise refuse(f"dim must be a whole number of at least 1, got {self.dim!r}")
+        if not isinstance(self.optimizer, RowOptimizer):
+            raise refuse(f"optimizer must be a nestpipe row optimizer such as RowwiseAdagrad(lr=0.05), got {self.optimizer!r}")
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise refuse(f"dtype must be torch.float32 or torch.bfloat16, got {self.dtype}")
+        if self.tier != "memory":
+            raise refuse(f"tier must be 'memory', got {self.tier!r}")
+        if not isinstance(self.admit_after, int) or self.admit_after < 1:
+            raise refuse(f"admit_after must be a whole number of at least 1, got {self.admit_after!r}")
+        if self.pooled_at not in POOLED_AT:
+            raise refuse(f"pooled_at must be one of {POOLED_AT}, got {self.pooled_at!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One list of keys per sample, looked up in a table. Several features may share a table.
+
+    pooling: None gives the model a Jagged with one row per key; "sum" or "mean" a tensor [B, dim]. Weights of the keys
+        scale rows before the sum; the mean is then divided by the sum of weights. A sample with no keys gets zeros.
+    """
+
+    name: str
+    table: str
+    pooling: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"feature {self.name!r}: pooling must be None, 'sum' or 'mean', got {self.pooling!r}")
+
+
+def check_declarations(tables: Sequence[Table], features: Sequence[Feature]) -> None:
+    """Raises ValueError for names used twice, features of unknown tables and tables nobody reads."""
+    for kind, things in (("table", tables), ("feature", features)):
+        names = [thing.name for thing in things]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"{kind} {sorted(twice)[0]!r} is declared more than once; names must be unique")
+    known = [table.name for table in tables]
+    for feature in features:
+        if feature.table not in known:
+            raise ValueError(f"feature {feature.name!r} refers to table {feature.table!r}, {did_you_mean(feature.table, known)}")
+    unread = set(known) - {feature.table for feature in features}
+    if unread:
+        raise ValueError(f"table {sorted(unread)[0]!r} is read by no feature; add a Feature for it or remove it")
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The tail of an error message about an unknown name."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    listed = ", ".join(sorted(known)) or "none"
+    return f"which is not known; did you mean {near[0]!r}? (known: {listed})" if near else f"which is not known (known: {listed})"
