@@ -6,7 +6,7 @@ Shape legend: B samples, T keys (or positions) of all samples together, D row wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,16 @@ class Jagged:
         weights = None if self.weights is None else self.weights[where]
         return Jagged(self.values[where], offsets, weights)
 
+    def slice(self, first: int, last: int) -> Jagged:
+        """The lists of samples first to last - 1; values and weights are views."""
+        a, z = int(self.offsets[first]), int(self.offsets[last])
+        weights = None if self.weights is None else self.weights[a:z]
+        return Jagged(self.values[a:z], self.offsets[first : last + 1] - a, weights)
+
+    def to(self, device: torch.device) -> Jagged:
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=True)
+        return Jagged(self.values.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True), weights)
+
     def sample_ids(self) -> Tensor:
         """For each of the T values, the sample it belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
@@ -103,15 +113,31 @@ class Batch:
         return 0 if self.labels is None else len(self.labels)
 
     def select(self, samples: Tensor) -> Batch:
-        """The given samples, in the given order: how a micro-batch is cut out."""
+        """The given samples, in the given order."""
+        return self._map(lambda jagged: jagged.select(samples), lambda tensor: tensor[samples])
+
+    def slice(self, first: int, last: int) -> Batch:
+        """Samples first to last - 1, without a copy: how a micro-batch is cut out."""
+        if first == 0 and last == self.size:
+            return self
+        return self._map(lambda jagged: jagged.slice(first, last), lambda tensor: tensor[first:last])
+
+    def to(self, device: torch.device) -> Batch:
+        return self._map(lambda jagged: jagged.to(device), lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, jagged: Callable[[Jagged], Jagged], tensor: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
-            keys={name: jagged.select(samples) for name, jagged in self.keys.items()},
+            keys={name: jagged(part) for name, part in self.keys.items()},
             dense={
-                name: part.select(samples) if isinstance(part, Jagged) else part[samples]
-                for name, part in self.dense.items()
+                name: jagged(part) if isinstance(part, Jagged) else tensor(part) for name, part in self.dense.items()
             },
-            labels=None if self.labels is None else self.labels[samples],
+            labels=None if self.labels is None else tensor(self.labels),
         )
+
+    @classmethod
+    def empty(cls, feature_names: Sequence[str]) -> Batch:
+        """No samples: what a worker that ran out of data takes part with."""
+        return cls({name: Jagged.from_lists([]) for name in feature_names})
 
     @classmethod
     def from_kjt(cls, kjt: Any, *, dense: Mapping[str, Tensor | Jagged] | None = None, labels: Tensor | None = None) -> Batch:

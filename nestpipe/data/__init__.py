@@ -1,0 +1,41 @@
+"""Where batches come from: synthetic power-law streams, sequence files, MovieLens, Criteo, KuaiRand, Parquet.
+
+Every dataset is built with keyword arguments that may stand in a TOML `[data]` section; `DATASETS` finds it by name.
+"""
+
+from nestpipe.data.criteo import Criteo
+from nestpipe.data.dataset import SPLITS, Dataset
+from nestpipe.data.histories import Histories, HistoryDataset
+from nestpipe.data.kuairand import KuaiRand, KuaiRandSequences
+from nestpipe.data.movielens import MovieLens
+from nestpipe.data.parquet import Parquet
+from nestpipe.data.sequences import Sequences
+from nestpipe.data.synthetic_clicks import SyntheticClicks
+from nestpipe.data.synthetic_sequences import SyntheticSequences
+
+DATASETS: dict[str, type] = {
+    "synthetic_sequences": SyntheticSequences,
+    "synthetic_clicks": SyntheticClicks,
+    "sequences": Sequences,
+    "movielens": MovieLens,
+    "criteo": Criteo,
+    "kuairand": KuaiRand,
+    "kuairand_sequences": KuaiRandSequences,
+    "parquet": Parquet,
+}
+
+__all__ = [
+    "DATASETS",
+    "SPLITS",
+    "Criteo",
+    "Dataset",
+    "Histories",
+    "HistoryDataset",
+    "KuaiRand",
+    "KuaiRandSequences",
+    "MovieLens",
+    "Parquet",
+    "Sequences",
+    "SyntheticClicks",
+    "SyntheticSequences",
+]

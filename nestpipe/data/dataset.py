@@ -18,11 +18,12 @@ class Dataset(Protocol):
     """A source of batches.
 
     features: the names in `batch.keys`.
-    batches: the batches of one rank for one epoch. `batch_size` is per worker. Training samples are shuffled by (seed, epoch);
-        "valid" and "test" come in a fixed order and are the same at every epoch, so that metrics can be compared.
+    batches: the batches of one rank for one epoch. `batch_size` is per worker. Training samples are shuffled by (seed,
+        epoch); "valid" and "test" come in a fixed order and are the same at every epoch, so that metrics can be
+        compared.
 
-    Sequence datasets also have `candidates() -> Tensor`, the sorted keys of the whole catalogue, and give at "valid" and
-    "test" `labels`: [B] int64, the key of the target item.
+    Sequence datasets also have `candidates() -> Tensor`, the sorted keys of the whole catalogue, and give at "valid"
+    and "test" `labels`: [B] int64, the key of the target item.
     """
 
     features: tuple[str, ...]

@@ -1,9 +1,10 @@
 """Batches whose neighbours share a given fraction of their distinct keys.
 
-Every batch has the same number of distinct ids. The hot ones, the share that neighbours have in common, are the most popular
-ids of the law and occur in every batch; the cold ones come from a window of the remaining ids that moves on with each batch.
-So batch t is known from t alone. A batch is first drawn over *slots* 0 .. num_slots - 1, most popular first; `cover` then makes
-each slot occur at least once and `Overlap.to_ids` puts the ids of batch t in place of its slots.
+Every batch has the same number of distinct ids. The hot ones, the share that neighbours have in common, are the most
+popular ids of the law and occur in every batch; the cold ones come from a window of the remaining ids that moves on
+with each batch. So batch t is known from t alone. A batch is first drawn over *slots* 0 .. num_slots - 1, most popular
+first; `cover` then makes each slot occur at least once and `Overlap.to_ids` puts the ids of batch t in place of its
+slots.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import dataclasses
 import math
 
 import numpy as np
-from numba import njit
+
+from nestpipe.kernels.jit import kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """num_slots distinct ids a batch, num_hot of them in every batch, the others from one of num_windows windows from first_cold on."""
+    """num_slots distinct ids a batch: num_hot that are in every batch, the others from one of the windows.
+
+    Window w begins at id first_cold + w * stride; there are num_windows of them.
+    """
 
     num_slots: int
     num_hot: int
@@ -46,7 +51,7 @@ class Overlap:
         )
 
     def at_most(self, *, fraction: float, num_slots: int) -> Overlap:
-        """The same plan for a smaller batch (the last of an epoch): fewer of the hot ids and less of the same windows."""
+        """The same plan for a smaller batch (the last of an epoch): fewer hot ids, less of the same windows."""
         num_slots = min(num_slots, self.num_slots)
         return dataclasses.replace(self, num_slots=num_slots, num_hot=round(fraction * num_slots))
 
@@ -59,8 +64,8 @@ class Overlap:
 def cover(slots: np.ndarray, *, num_slots: int, granule: int, num_free: int) -> None:
     """Changes `slots` in place until each of 0 .. num_slots - 1 occurs; needs len(slots) >= num_slots.
 
-    Only surplus occurrences give way. The last `num_free` entries (negatives) go first; the others take a slot of the same
-    cluster (modulo the granule) if they can, so that sequences keep their structure.
+    Only surplus occurrences give way. The last `num_free` entries (negatives) go first; the others take a slot of the
+    same cluster (modulo the granule) if they can, so that sequences keep their structure.
     """
     assert len(slots) >= num_slots
     counts = np.bincount(slots, minlength=num_slots)
@@ -79,8 +84,8 @@ def _coprime_step(length: int) -> int:
     return step
 
 
-@njit(nogil=True, cache=True)
-def _cover(slots, counts, modulus, step):
+@kernel
+def _cover(slots: np.ndarray, counts: np.ndarray, modulus: int, step: int) -> None:
     cursors = np.arange(modulus)  # per cluster: the first slot that may still be missing
     where = 0
     for _ in range(len(slots)):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numba import njit
 
 from nestpipe.batch import Batch, Jagged
 from nestpipe.data import dataset
@@ -22,6 +21,7 @@ from nestpipe.data.draws import (
     uniform_table,
 )
 from nestpipe.data.overlap import Overlap, cover
+from nestpipe.kernels.jit import kernel
 
 # What a stream is for; each purpose has its own, so that adding draws to one does not change another.
 _DENSE, _CLICK, _HIDDEN, _LENGTH, _KEYS = 0, 1, 2, 3, 4
@@ -31,14 +31,15 @@ _UNIT_VARIANCE = 3**0.5  # uniform over -sqrt(3) .. sqrt(3) has variance 1
 class SyntheticClicks:
     """Endless click samples: each epoch draws `num_samples` new ones from the same hidden law.
 
-    Features "f0", "f1", ... have keys_per_table keys each (one number, or a list with one per feature); no two features share a
-    key, so they may lie in one table or in several. Rank r of a feature is drawn with probability ~ r^-skew (0: uniform).
-    A label is 1 with probability sigmoid(signal * z), where z adds a hidden weight per key and per dense input and has
-    variance about 1.
+    Features "f0", "f1", ... have keys_per_table keys each (one number, or a list with one per feature); no two features
+    share a key, so they may lie in one table or in several. Rank r of a feature is drawn with probability ~ r^-skew (0:
+    uniform). A label is 1 with probability sigmoid(signal * z), where z adds a hidden weight per key and per dense
+    input and has variance about 1.
 
     keys_per_bag: one number, or [least, most] for bags of different sizes.
-    overlap: None, or the fraction (0 to 1) of the distinct keys of each feature of a training batch, all ranks together, that
-        also occur in the training batch before it. With overlap set, every rank draws the whole global batch.
+    overlap: None, or the fraction (0 to 1) of the distinct keys of each feature of a training batch, all ranks
+        together, that also occur in the training batch before it. With overlap set, every rank draws the whole global
+        batch.
     spread_keys: keys all over the int64 range instead of small numbers.
     seed: of the hidden law; the seed given to `batches` picks the samples.
     """
@@ -63,11 +64,14 @@ class SyntheticClicks:
         sizes = keys_per_table if isinstance(keys_per_table, list) else [keys_per_table] * num_features
         dataset.check_at_least(
             num_features=(num_features, 1), keys_per_bag=(least, 0), most_keys_per_bag=(most, max(1, least)),
-            keys_per_table=(min(sizes, default=1), 1), skew=(skew, 0), num_dense=(num_dense, 0), num_samples=(num_samples, 1),
-            num_valid_samples=(num_valid_samples, 0), num_test_samples=(num_test_samples, 0), seed=(seed, 0),
+            keys_per_table=(min(sizes, default=1), 1), skew=(skew, 0), num_dense=(num_dense, 0),
+            num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0), num_test_samples=(num_test_samples,
+            0), seed=(seed, 0),
         )  # fmt: skip
         if len(sizes) != num_features:
-            raise ValueError(f"keys_per_table lists {len(sizes)} sizes for {num_features} features; give one per feature")
+            raise ValueError(
+                f"keys_per_table lists {len(sizes)} sizes for {num_features} features; give one per feature"
+            )
         if overlap is not None and not 0 <= overlap <= 1:
             raise ValueError(f"overlap is {overlap}; it must be between 0 and 1")
         self.features = tuple(f"f{number}" for number in range(num_features))
@@ -156,12 +160,14 @@ class SyntheticClicks:
 
     def _distinct(self, number: int, size: int) -> int:
         """How many distinct keys a batch of this size has under the law left to itself, by drawing one."""
-        ids, _ = self._bags((self.seed, 0, 0, 0), number, np.arange(size), self._sizes[number], self._even_lengths(size, 0))
+        ids, _ = self._bags(
+            (self.seed, 0, 0, 0), number, np.arange(size), self._sizes[number], self._even_lengths(size, 0)
+        )
         return len(np.unique(ids))
 
 
-@njit(nogil=True, cache=True)
-def _draw_bags(stream, samples, offsets, num_ids, skew):
+@kernel
+def _draw_bags(stream: np.uint64, samples: np.ndarray, offsets: np.ndarray, num_ids: int, skew: float) -> np.ndarray:
     ids = np.empty(offsets[-1], np.int64)
     reach = law_reach(num_ids, skew)
     for s in range(len(samples)):
@@ -171,8 +177,8 @@ def _draw_bags(stream, samples, offsets, num_ids, skew):
     return ids
 
 
-@njit(nogil=True, cache=True)
-def _add_weights(logits, ids, offsets, hidden):
+@kernel
+def _add_weights(logits: np.ndarray, ids: np.ndarray, offsets: np.ndarray, hidden: np.uint64) -> None:
     """Adds the hidden weights of the keys of each bag, scaled so that bags of any size have variance 1."""
     for s in range(len(logits)):
         total = 0.0

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from nestpipe.batch import Batch
@@ -23,6 +22,7 @@ from nestpipe.data.draws import (
     uniform_table,
 )
 from nestpipe.data.overlap import Overlap, cover
+from nestpipe.kernels.jit import kernel
 
 _LENGTHS = ("fixed", "geometric", "lognormal")
 _FIRST_SECOND = 1_600_000_000
@@ -33,14 +33,15 @@ _WALK, _LENGTH, _NEGATIVES = 0, 1, 2
 class SyntheticSequences:
     """Endless histories: each epoch draws `num_samples` new ones from the same hidden law.
 
-    Item i lies in cluster i % num_clusters. From an item of cluster c the next one is, with probability `predictability`, from
-    the cluster that follows c in a hidden cycle, otherwise from anywhere; inside a cluster, and anywhere, rank r is drawn with
-    probability ~ r^-skew. So popularity is a power law beyond the num_clusters most popular items, and a model that learns
-    the cycle ranks the target far above chance.
+    Item i lies in cluster i % num_clusters. From an item of cluster c the next one is, with probability
+    `predictability`, from the cluster that follows c in a hidden cycle, otherwise from anywhere; inside a cluster, and
+    anywhere, rank r is drawn with probability ~ r^-skew. So popularity is a power law beyond the num_clusters most
+    popular items, and a model that learns the cycle ranks the target far above chance.
 
     lengths: "fixed", "geometric" or "lognormal" with mean `mean_length` before clipping to min_length .. max_length.
     overlap: None, or the fraction (0 to 1) of the distinct keys of a training batch, history and negatives of all ranks
-        together, that also occur in the training batch before it. With overlap set, every rank draws the whole global batch.
+        together, that also occur in the training batch before it. With overlap set, every rank draws the whole global
+        batch.
     spread_keys: keys all over the int64 range instead of 0 .. num_items - 1.
     seed: of the hidden law; the seed given to `batches` picks the samples.
     """
@@ -70,9 +71,9 @@ class SyntheticSequences:
             num_clusters = max(1, min(256, int(num_items**0.5)))
         dataset.check_at_least(
             num_items=(num_items, 1), skew=(skew, 0), num_clusters=(num_clusters, 1), min_length=(min_length, 1),
-            max_length=(max_length, min_length), mean_length=(mean_length, min_length), num_negatives=(num_negatives, 0),
-            num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0), num_test_samples=(num_test_samples, 0),
-            seed=(seed, 0),
+            max_length=(max_length, min_length), mean_length=(mean_length, min_length), num_negatives=(num_negatives,
+            0), num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0),
+            num_test_samples=(num_test_samples, 0), seed=(seed, 0),
         )  # fmt: skip
         if num_clusters > num_items:
             raise ValueError(f"num_clusters is {num_clusters} for {num_items} items; use {num_items} at most")
@@ -143,7 +144,9 @@ class SyntheticSequences:
         both = np.concatenate([slots, negatives.reshape(-1)])
         cover(both, num_slots=plan.num_slots, granule=self.num_clusters, num_free=negatives.size)
         ids = plan.to_ids(both, index=index)
-        return self._to_batch(ids[: len(slots)], times, lengths, ids[len(slots) :].reshape(negatives.shape), with_targets=False)
+        return self._to_batch(
+            ids[: len(slots)], times, lengths, ids[len(slots) :].reshape(negatives.shape), with_targets=False
+        )
 
     def _even_lengths(self, size: int, index: int) -> np.ndarray:
         """Lengths whose sum is the same for every batch, so that every batch has room for the same number of ids."""
@@ -185,7 +188,7 @@ class SyntheticSequences:
 
 
 def length_quantiles(kind: str, mean: float, shortest: int, longest: int, *, count: int = 4096) -> np.ndarray:
-    """The lengths at `count` evenly spaced quantiles: drawing one is a table lookup, and even batches can step through them."""
+    """The lengths at `count` evenly spaced quantiles: drawing one is a table lookup."""
     u = (np.arange(count) + 0.5) / count
     if kind == "fixed":
         lengths = np.full(count, mean)
@@ -200,8 +203,16 @@ def length_quantiles(kind: str, mean: float, shortest: int, longest: int, *, cou
     return np.clip(np.rint(lengths), shortest, longest).astype(np.int64)
 
 
-@njit(nogil=True, cache=True)
-def _walk(stream, samples, offsets, num_items, skew, successors, predictability):
+@kernel
+def _walk(
+    stream: np.uint64,
+    samples: np.ndarray,
+    offsets: np.ndarray,
+    num_items: int,
+    skew: float,
+    successors: np.ndarray,
+    predictability: float,
+) -> tuple[np.ndarray, np.ndarray]:
     num_clusters = len(successors)
     per_cluster = (num_items + num_clusters - 1) // num_clusters
     inside, anywhere = law_reach(per_cluster, skew), law_reach(num_items, skew)

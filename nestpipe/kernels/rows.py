@@ -15,7 +15,6 @@ from numba import carray
 from nestpipe.kernels.jit import bits_float, float_bits, float_pointer, half_pointer, kernel, prefetch
 from nestpipe.kernels.keys import AHEAD, mix
 
-
 NONE = np.empty(0, np.int64)  # for index arrays that are left out
 ONES = np.empty(0, np.float32)  # for weights that are left out
 

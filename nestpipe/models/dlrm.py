@@ -1,15 +1,15 @@
-"""DLRM (arXiv 1906.00091): dense inputs through one MLP, pairwise products with the feature rows, one more MLP, one logit.
+"""DLRM (arXiv 1906.00091): dense inputs through an MLP, products with the feature rows, another MLP, one logit.
 
-Shape legend: B samples, F vectors that interact (one per feature, plus the bottom MLP's output), D row width, P inputs of
-the top MLP.
+Shape legend: B samples, F vectors that interact (one per feature, plus the bottom MLP's output), D row width.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
@@ -48,6 +48,7 @@ class DLRM(nn.Module):
         self.bottom = _mlp([num_dense, *bottom, dim], last_relu=True) if num_dense else None
         num_vectors = len(self.features) + bool(num_dense)
         i, j = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.pairs: Tensor
         self.register_buffer("pairs", i * num_vectors + j, persistent=False)
         vectors = dim * (bool(num_dense) if interaction == "dot" else num_vectors)
         width = vectors + (0 if interaction == "cat" else len(self.pairs))
@@ -75,7 +76,7 @@ class DLRM(nn.Module):
         for name in self.features:
             rows_BD = rows[name]
             if not isinstance(rows_BD, Tensor):
-                raise ValueError(f"feature {name!r} has one row per key; DLRM needs one per sample: give it pooling='sum'")
+                raise ValueError(f"feature {name!r} has one row per key, not one per sample; give it pooling='sum'")
             if rows_BD.shape[-1] != self.dim:
                 raise ValueError(
                     f"feature {name!r} has rows of {rows_BD.shape[-1]} values, the model has dim={self.dim}; "
@@ -114,6 +115,6 @@ class DLRM(nn.Module):
 
 def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
+    for fan_in, fan_out in itertools.pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))

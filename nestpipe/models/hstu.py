@@ -2,9 +2,9 @@
 
 Layer: U, V, Q, K = split(SiLU(LN(X) W)); A = causal * SiLU(Q K^T + rab) / n, no softmax; Y = X + W_o(U * LN(A V)).
 
-Choices: `n` is the number of keys a position sees (its index + 1), not a padded length, so that a sample's result depends
-on nothing but the sample. `rab` is a learned bias per distance in positions plus, if `num_time_buckets` > 0, one per
-logarithmic bucket of the time between the two items; both are shared by the heads.
+Choices: `n` is the number of keys a position sees (its index + 1), not a padded length, so that a sample's result
+depends on nothing but the sample. `rab` is a learned bias per distance in positions plus, if `num_time_buckets` > 0,
+one per logarithmic bucket of the time between the two items; both are shared by the heads.
 
 Shape legend: B samples, T tokens of all histories, L longest history of a group, D row width, E = heads x head width,
 K negatives per sample, N candidates.
@@ -15,19 +15,19 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.models.hstu_ops import MASKED, Packing, attend, dropout, normalize, sampled_softmax
+from nestpipe.models.hstu_ops import MASKED, Packing, attend, dropout, normalize, pick, sampled_softmax
 
 
 class HSTU(nn.Module):
     """Predicts item i + 1 of a history from items 0..i: sampled softmax over the true item and the sample's negatives.
 
-    Reads `rows[history]` (a Jagged [T, dim]), `rows[negatives]` (a Jagged with the same number K of rows for every sample,
-    shared by its positions) and the keys of both; negatives that equal a position's target do not count there. With
-    `num_time_buckets` > 0 also `batch.dense[timestamps]`, a Jagged of seconds, one per key of the history.
+    Reads `rows[history]` (a Jagged [T, dim]), `rows[negatives]` (a Jagged with the same number K of rows for every
+    sample, shared by its positions) and the keys of both; negatives that equal a position's target do not count there.
+    With `num_time_buckets` > 0 also `batch.dense[timestamps]`, a Jagged of seconds, one per key of the history.
 
     Output.losses is the sum over a sample's positions, Output.weights the number of them (0 below two items).
 
@@ -58,7 +58,7 @@ class HSTU(nn.Module):
         super().__init__()
         if head_dim is None:
             if dim % num_heads:
-                raise ValueError(f"HSTU: dim {dim} is not a multiple of num_heads {num_heads}; give head_dim or change one")
+                raise ValueError(f"HSTU: dim {dim} is not a multiple of num_heads {num_heads}; give head_dim")
             head_dim = dim // num_heads
         if not temperature > 0:
             raise ValueError(f"HSTU: temperature must be above 0, got {temperature}")
@@ -103,16 +103,13 @@ class HSTU(nn.Module):
             packing.split_samples(negative_keys_BK),
             strict=True,
         ):
-            if group.length < 2:
-                losses.append(states.new_zeros(group.num_samples))
-                continue
             states_BLD, targets_BLD = group.pad(states)[:, :-1], group.pad(items)[:, 1:]
             target_keys_BL = group.pad(item_keys)[:, 1:]
             hits_BLK = target_keys_BL[:, :, None] == neg_keys_BK[:, None, :]
             loss_BL = sampled_softmax(states_BLD, targets_BLD, negs_BKD, hits_BLK)
-            counts_BL = torch.arange(1, group.length) < group.lengths[:, None]
+            counts_BL = torch.arange(1, max(group.length, 1)) < group.lengths[:, None]
             losses.append((loss_BL * counts_BL).sum(1))
-        losses_B = packing.unsort_samples(torch.cat(losses)) if losses else items_TD.new_zeros(0)
+        losses_B = packing.unsort_samples(torch.cat(losses))
         return Output(losses=losses_B, weights=(keys.lengths - 1).clamp(min=0).to(losses_B.dtype))
 
     def query(self, batch: Batch, rows: dict[str, Jagged]) -> Tensor:
@@ -129,7 +126,7 @@ class HSTU(nn.Module):
         return (self._scaled(query_BD) / self.temperature) @ self._scaled(candidates_ND).T
 
     def _encode(self, batch: Batch, items_TD: Tensor, packing: Packing) -> Tensor:
-        longest = max((group.length for group in packing.groups), default=0)
+        longest = max(group.length for group in packing.groups)
         if longest > self.max_length:
             raise ValueError(
                 f"feature {self.history!r}: a history has {longest} keys, max_length is {self.max_length}; "
@@ -154,15 +151,15 @@ class HSTU(nn.Module):
         """Per group [B, L, L]: the bucket of the time from item j to item i."""
         if not self.num_time_buckets:
             return None
-        if self.timestamps not in batch.dense:
+        times = batch.dense.get(self.timestamps)
+        if not isinstance(times, Jagged):
             raise ValueError(
-                f"num_time_buckets={self.num_time_buckets} needs batch.dense[{self.timestamps!r}], a Jagged of seconds; "
-                f"add it or set num_time_buckets=0"
+                f"num_time_buckets={self.num_time_buckets} needs batch.dense[{self.timestamps!r}], a Jagged of "
+                f"seconds; add it or set num_time_buckets=0"
             )
-        times_T = packing.sort_tokens(batch.dense[self.timestamps].values)
         buckets = []
-        for group, times in zip(packing.groups, packing.split_tokens(times_T), strict=True):
-            times_BL = group.pad(times)
+        for group, times_t in zip(packing.groups, packing.split_tokens(packing.sort_tokens(times.values)), strict=True):
+            times_BL = group.pad(times_t)
             apart_BLL = (times_BL[:, :, None] - times_BL[:, None, :]).to(torch.float32).clamp_(min=1)
             # 0.301 = log10(2): as the authors, about 2.3 buckets per doubling; 64 buckets reach past seven years.
             buckets.append(apart_BLL.log_().div_(0.301).to(torch.int64).clamp_(max=self.num_time_buckets - 1))
@@ -174,7 +171,7 @@ class HSTU(nn.Module):
     def _num_negatives(self, negatives: Jagged) -> int:
         lengths = negatives.lengths
         if not len(lengths):
-            return 0
+            return 1  # no sample contradicts it, and no dimension that is reduced is empty
         if int(lengths.min()) != int(lengths.max()) or int(lengths[0]) == 0:
             raise ValueError(
                 f"feature {self.negatives!r}: every sample needs the same number of negatives, at least 1; "
@@ -206,14 +203,14 @@ class HSTULayer(nn.Module):
             # Padding lies behind a sample's last token, so the causal mask inside the bias hides it as well.
             bias = self._bias(group.length, None if buckets is None else buckets[i])
             attended.append(group.unpad(attend(group.pad(qkv), bias, num_heads=self.num_heads)))
-        attended_TE = attended[0] if len(attended) == 1 else torch.cat([gate_TE[:0], *attended])
+        attended_TE = attended[0] if len(attended) == 1 else torch.cat(attended)
         gated_TE = gate_TE * F.layer_norm(attended_TE / seen_T1, (self.inner,))
         return x_TD + self.out(dropout(gated_TE, p=self.dropout, training=self.training))
 
     def _bias(self, length: int, buckets_BLL: Tensor | None) -> Tensor:
         place = torch.arange(length)
         distance_LL = place[:, None] - place
-        bias = self.position_bias[distance_LL.clamp(min=0)].masked_fill(distance_LL < 0, MASKED)
-        if buckets_BLL is None:
+        bias = pick(self.position_bias, distance_LL.clamp(min=0)).masked_fill(distance_LL < 0, MASKED)
+        if buckets_BLL is None or self.time_bias is None:
             return bias
-        return bias + F.embedding(buckets_BLL, self.time_bias[:, None]).squeeze(-1)
+        return bias + pick(self.time_bias, buckets_BLL)

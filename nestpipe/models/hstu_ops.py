@@ -1,4 +1,4 @@
-"""What HSTU computes with besides torch: groups of samples padded together, and four operations in few passes.
+"""What HSTU computes with besides torch: groups of samples padded together, and a few operations in few passes.
 
 On a CPU these elementwise operations cost as much as the matrix products, because autograd keeps or allocates a large
 tensor for every step of a formula. Each function here has its formula in the docstring; the tests compare with it.
@@ -9,6 +9,7 @@ Shape legend: B samples, T tokens of all histories, L longest history of a group
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,21 +71,41 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out_BLE: Tensor) -> tuple[Tensor, Tensor, None]:
         qkv_BLE, *scores = ctx.saved_tensors
-        grads_q, grads_k, grads_v, grad_bias = [], [], [], 0
+        grads_q, grads_k, grads_v, grads_bias = [], [], [], []
         grad_outs = grad_out_BLE.chunk(len(scores), dim=-1)
         for score_BLL, grad_out, (q, k, v) in zip(scores, grad_outs, _heads(qkv_BLE, len(scores)), strict=True):
             grads_v.append(torch.bmm(silu(score_BLL).transpose(1, 2), grad_out))
             grad_score_BLL = torch.ops.aten.silu_backward(torch.bmm(grad_out, v.transpose(1, 2)), score_BLL)
             grads_q.append(torch.bmm(grad_score_BLL, k))
             grads_k.append(torch.bmm(grad_score_BLL.transpose(1, 2), q))
-            grad_bias = grad_bias + (grad_score_BLL.sum(0) if ctx.bias_is_shared else grad_score_BLL)
-        return torch.cat([*grads_q, *grads_k, *grads_v], dim=-1), grad_bias, None
+            grads_bias.append(grad_score_BLL.sum(0) if ctx.bias_is_shared else grad_score_BLL)
+        return torch.cat([*grads_q, *grads_k, *grads_v], dim=-1), functools.reduce(torch.add, grads_bias), None
 
 
 def _heads(qkv_BLE: Tensor, num_heads: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Views of q, k and v, one head at a time: nothing is copied to bring a head's values together."""
     q, k, v = (part.chunk(num_heads, dim=-1) for part in qkv_BLE.chunk(3, dim=-1))
     return zip(q, k, v, strict=True)
+
+
+def pick(table_N: Tensor, index: Tensor) -> Tensor:
+    """table_N[index], for a short table and a large index: the gradient is one weighted count."""
+    return _Pick.apply(table_N, index)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table_N: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_entries = len(table_N)
+        return table_N.take(index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        counted = torch.bincount(index.flatten(), weights=grad.double().flatten(), minlength=ctx.num_entries)
+        return counted.to(grad.dtype), None
 
 
 def sampled_softmax(states_BLD: Tensor, targets_BLD: Tensor, negatives_BKD: Tensor, hits_BLK: Tensor) -> Tensor:
@@ -164,8 +185,9 @@ class Packing:
     def __init__(self, offsets: Tensor) -> None:
         lengths = offsets[1:] - offsets[:-1]
         size_class = torch.log2(lengths.clamp(min=4).double()).ceil().long()
-        counts = torch.bincount(size_class)
-        counts = counts[counts > 0].tolist()
+        counts = [count for count in torch.bincount(size_class).tolist() if count] or [
+            0
+        ]  # an empty batch is one empty group
         self.offsets, self.lengths = offsets, lengths
         self.sample_order: Tensor | None = None
         if len(counts) > 1:
@@ -198,8 +220,8 @@ class Packing:
 
 
 def _group(lengths: Tensor) -> Group:
-    longest = int(lengths.max())
-    if int(lengths.min()) == longest:
+    longest = int(lengths.max()) if len(lengths) else 0
+    if not len(lengths) or int(lengths.min()) == longest:
         return Group(lengths, longest, None)
     return Group(lengths, longest, (torch.arange(longest) < lengths[:, None]).flatten().nonzero().squeeze(1))
 

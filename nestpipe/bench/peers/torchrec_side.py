@@ -134,9 +134,9 @@ class TorchRecSide:
         return found
 
     def _shards(self, what: str, table: str) -> list[tuple[int, int, Tensor]]:
-        if table not in self._weights[what]:
-            raise ValueError(f"no table {table!r}; there are {sorted(self._weights[what])}")
-        return self._weights[what][table]
+        if table not in self._weights["weight"]:
+            raise ValueError(f"no table {table!r}; there are {sorted(self._weights['weight'])}")
+        return self._weights[what].get(table, [])  # optimizer state is listed on the workers that own a part of it
 
     def _local_shards(self) -> dict[str, dict[str, list[tuple[int, int, Tensor]]]]:
         """Per table: first row, first column and the memory itself of each shard on this worker."""

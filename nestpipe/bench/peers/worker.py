@@ -18,7 +18,12 @@ from nestpipe.bench.peers.allocator import keep_large_blocks
 
 
 def run_workers(
-    work: Callable[..., Any], *args: Any, workers: int = 2, threads: int | None = None, keep_blocks: bool = True
+    work: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    threads: int | None = None,
+    keep_blocks: bool = True,
+    timeout: float = 120,
 ) -> Any:
     """Runs `work(*args)` on each of `workers` processes joined in one gloo group; gives back what rank 0 returned.
 
@@ -27,6 +32,7 @@ def run_workers(
 
     threads: OMP and torch threads per worker; the machine's cores divided by the workers if left out.
     keep_blocks: apply `allocator.keep_large_blocks` before the work starts.
+    timeout: seconds that a collective may wait for another worker.
     """
     if workers < 1:
         raise ValueError(f"run_workers: workers must be at least 1, got {workers}")
@@ -36,7 +42,9 @@ def run_workers(
     os.environ.update(settings)  # read when a worker first loads OpenMP, so it must be there before it starts
     try:
         with tempfile.TemporaryDirectory(prefix="nestpipe-bench-") as folder:
-            torch.multiprocessing.spawn(_worker, (work, args, workers, threads, keep_blocks, folder), nprocs=workers)
+            torch.multiprocessing.spawn(
+                _worker, (work, args, workers, threads, keep_blocks, timeout, folder), nprocs=workers
+            )
             return json.loads(Path(folder, "result.json").read_text())
     finally:
         for name, value in before.items():
@@ -53,6 +61,7 @@ def _worker(
     workers: int,
     threads: int,
     keep_blocks: bool,
+    timeout: float,
     folder: str,
 ) -> None:
     if keep_blocks:
@@ -63,7 +72,7 @@ def _worker(
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=workers,
-        timeout=datetime.timedelta(minutes=5),
+        timeout=datetime.timedelta(seconds=timeout),
     )
     try:
         result = work(*args)

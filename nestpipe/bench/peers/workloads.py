@@ -68,7 +68,7 @@ BAGS = Workload(
     name="bags", num_tables=8, num_rows=1_000_000, dim=64, num_samples=2048, num_keys=10, pooling="sum", num_dense=13
 )
 SEQUENCES = Workload(
-    name="sequences", num_tables=1, num_rows=2_000_000, dim=64, num_samples=512, num_keys=50, pooling=None, num_dense=1
+    name="sequences", num_tables=1, num_rows=2_000_000, dim=64, num_samples=512, num_keys=50, pooling=None, num_dense=0
 )
 WORKLOADS = {workload.name: workload for workload in (BAGS, SEQUENCES)}
 

@@ -1,0 +1,154 @@
+"""Saving and loading: one folder per checkpoint, one file per worker and table, no code in any of them.
+
+    manifest.json                       what is in it; written last
+    dense.safetensors                   the model's weights
+    dense-optimizer.safetensors/.json   its optimizer's tensors and settings
+    table-NAME.I-of-W.safetensors       worker I's keys and records (values, optimizer state, counters)
+
+The folder is written under another name and renamed when complete, so a half-written one is never loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file as save_tensors
+
+from nestpipe.engine.dense import Dense
+from nestpipe.exchange.transport import Transport
+from nestpipe.kernels.keys import NUM_SHARDS, shards
+from nestpipe.store.memory import MemoryStore
+
+FORMAT = 1
+
+
+def save(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Transport, *, step: int) -> None:
+    if path.exists():
+        raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
+    partial = path.with_name(f".{path.name}.partial")
+    if transport.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    transport.gather_objects(None)
+    for store in stores:
+        _save_table(partial / _table_file(store, transport.rank, transport.world), store)
+    transport.gather_objects(None)
+    if transport.rank == 0:
+        save_tensors({k: v.detach().cpu().contiguous() for k, v in dense.model.state_dict().items()}, partial / "dense.safetensors")
+        if dense.optimizer is not None:
+            _save_optimizer(partial, dense.optimizer)
+        manifest = {"format": FORMAT, "step": step, "world": transport.world, "tables": [_declared(s) for s in stores]}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+        partial.rename(path)
+    transport.gather_objects(None)
+
+
+def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Transport) -> int:
+    """Every worker reads all files of a table and keeps the keys that are its own now. Returns the step."""
+    if not (path / "manifest.json").is_file():
+        raise ValueError(f"{path} is not a checkpoint: it has no manifest.json")
+    manifest = json.loads((path / "manifest.json").read_text())
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{path} has format {manifest['format']}, this version of nestpipe reads {FORMAT}")
+    saved = {table["name"]: table for table in manifest["tables"]}
+    for store in stores:
+        if len(store):
+            raise ValueError("load into a trainer that has not trained yet")
+        if store.table.name not in saved:
+            raise ValueError(f"{path} has no table {store.table.name!r}; it has {', '.join(sorted(saved))}")
+        for what, value in _declared(store).items():
+            if what != "updates" and saved[store.table.name][what] != value:
+                raise ValueError(
+                    f"table {store.table.name!r}: {what} is {value!r} here but {saved[store.table.name][what]!r} in {path}"
+                )
+    weights = load_tensors(path / "dense.safetensors")
+    dense.model.load_state_dict(weights)
+    if dense.optimizer is not None:
+        _load_optimizer(path, dense.optimizer)
+    for store in stores:
+        parts = [_load_table(path / _table_file(store, w, manifest["world"]), transport) for w in range(manifest["world"])]
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        store.restore(
+            (joined["keys"], joined["records"]),
+            (joined["shared"], joined["shared_records"]),
+            (joined["seen"], joined["sightings"]),
+            updates=saved[store.table.name]["updates"],
+            step=manifest["step"],
+        )
+    return int(manifest["step"])
+
+
+def _table_file(store: MemoryStore, rank: int, world: int) -> str:
+    return f"table-{quote(store.table.name, safe='')}.{rank}-of-{world}.safetensors"
+
+
+def _declared(store: MemoryStore) -> dict[str, Any]:
+    table = store.table
+    return {
+        "name": table.name,
+        "dim": table.dim,
+        "dtype": str(table.dtype),
+        "optimizer": type(table.optimizer).__name__,
+        "counters": table.eviction is not None,
+        "updates": store.updates,
+    }
+
+
+def _save_table(path: Path, store: MemoryStore) -> None:
+    keys, positions = store.items()
+    shared, shared_positions = store.shared_items()
+    seen, sightings = store.sightings()
+    arrays = {
+        "keys": keys,
+        "records": store.records(positions),
+        "shared": shared,
+        "shared_records": store.records(shared_positions),
+        "seen": seen,
+        "sightings": sightings,
+    }
+    save_arrays(arrays, path)
+
+
+def _load_table(path: Path, transport: Transport) -> dict[str, np.ndarray]:
+    """The part of a file whose keys belong to this worker."""
+    with safe_open(path, "numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    kept = {}
+    for names, shard in ((("keys", "records"), shards(arrays["keys"])), (("shared", "shared_records"), arrays["shared"]),
+                         (("seen", "sightings"), shards(arrays["seen"]))):  # fmt: skip
+        mine = (shard * transport.world) // NUM_SHARDS == transport.rank
+        kept.update({name: np.ascontiguousarray(arrays[name][mine]) for name in names})
+    return kept
+
+
+def _save_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    tensors, plain = {}, {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}.{name}"] = value.detach().cpu().contiguous()
+            else:
+                plain[f"{index}.{name}"] = value
+    save_tensors(tensors, path / "dense-optimizer.safetensors")
+    settings = {"plain": plain, "param_groups": state["param_groups"]}
+    (path / "dense-optimizer.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def _load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    settings = json.loads((path / "dense-optimizer.json").read_text())
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in [*load_tensors(path / "dense-optimizer.safetensors").items(), *settings["plain"].items()]:
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": settings["param_groups"]})

@@ -1,0 +1,100 @@
+"""HistoryDataset: user histories in memory, split leave-one-out. Every sequence file format ends up here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.batch import Batch
+from nestpipe.data import dataset
+from nestpipe.data.draws import stream_of, uniform_ids
+
+_ORDER, _NEGATIVES = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Histories:
+    """The items of user u, in time order, are `items[offsets[u]:offsets[u + 1]]`; `times` (seconds) runs beside
+    `items`."""
+
+    users: np.ndarray
+    items: np.ndarray
+    offsets: np.ndarray
+    times: np.ndarray | None = None
+
+    @classmethod
+    def from_events(cls, *, users: np.ndarray, items: np.ndarray, times: np.ndarray) -> Histories:
+        """Groups events by user and orders them by time; events of the same time stay in the order of the file."""
+        order = np.lexsort((times, users))  # stable
+        names, lengths = np.unique(users, return_counts=True)
+        return cls(names, items[order], dataset.offsets_of(lengths), times[order])
+
+
+class HistoryDataset:
+    """Leave-one-out over `histories`.
+
+    train: all items but the last two. valid: the history before the last but one item, which is the target. test: the
+        history before the last item, which is the target. Users with fewer than three items train with what they have
+        and are not evaluated.
+
+    max_length: only the latest items of a history are given.
+    num_negatives: per sample, uniform over all items (the user's own are not left out), fixed by (seed, epoch, user).
+    """
+
+    features = ("history", "negatives")
+
+    def __init__(self, histories: Histories, *, max_length: int, num_negatives: int) -> None:
+        dataset.check_at_least(max_length=(max_length, 1), num_negatives=(num_negatives, 0))
+        self.histories = histories
+        self.max_length, self.num_negatives = max_length, num_negatives
+        self._catalogue = np.unique(histories.items)
+        lengths = np.diff(histories.offsets)
+        self._evaluated = np.flatnonzero(lengths >= 3)
+        # Where the history of each user ends, by split; the target, if any, is the item right there.
+        self._ends = {
+            "train": histories.offsets[1:] - np.where(lengths >= 3, 2, 0),
+            "valid": histories.offsets[1:] - 2,
+            "test": histories.offsets[1:] - 1,
+        }
+
+    def candidates(self) -> Tensor:
+        """The keys of all items, sorted."""
+        return torch.from_numpy(self._catalogue.copy())
+
+    def batches(
+        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
+    ) -> Iterator[Batch]:
+        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
+        return self._batches(split, batch_size, rank, world, seed, epoch)
+
+    def _batches(self, split: str, batch_size: int, rank: int, world: int, seed: int, epoch: int) -> Iterator[Batch]:
+        if split == "train":
+            samples = dataset.generator(seed, epoch, _ORDER).permutation(len(self.histories.users))
+        else:
+            samples, epoch = self._evaluated, 0
+        negatives = stream_of(seed, epoch, dataset.SPLITS.index(split), _NEGATIVES)
+        for index in range(dataset.num_global_batches(len(samples), batch_size=batch_size, world=world)):
+            whole = dataset.global_slice(index, len(samples), batch_size=batch_size, world=world)
+            begin, end = dataset.rank_slice(*whole, rank=rank, world=world)
+            yield self._batch(samples[begin:end], split, negatives)
+
+    def _batch(self, users: np.ndarray, split: str, negatives: np.uint64) -> Batch:
+        store = self.histories
+        ends = self._ends[split][users]
+        begins = np.maximum(store.offsets[users], ends - self.max_length)
+        lengths = ends - begins
+        offsets = dataset.offsets_of(lengths)
+        where = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], lengths)
+        picks = uniform_ids(negatives, users, self.num_negatives, len(self._catalogue))
+        return Batch(
+            keys={
+                "history": dataset.jagged(store.items[where], offsets),
+                "negatives": dataset.fixed_jagged(self._catalogue[picks]),
+            },
+            dense={} if store.times is None else {"timestamps": dataset.jagged(store.times[where], offsets.copy())},
+            labels=None if split == "train" else torch.from_numpy(store.items[ends]),
+        )

@@ -1,0 +1,131 @@
+"""KuaiRand: the interaction logs (`log_standard_*.csv`), as click samples or as histories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from nestpipe.batch import Batch, Jagged
+from nestpipe.data import dataset
+from nestpipe.data.files import LineBlock, SplitFiles, find_text_files, line_blocks
+from nestpipe.data.histories import Histories, HistoryDataset
+from nestpipe.data.stream import batches_of
+from nestpipe.data.table_text import INTEGER, read_columns, read_header
+
+
+class KuaiRand:
+    """One sample per shown video: keys "user", "video", "tab" and "hour" (0 to 23), `dense["dense"]` [B, 1] the log of
+    the video's duration in seconds, labels 0 or 1.
+
+    path: a path, a glob pattern or a list of them, read in sorted order; `.gz` is read too.
+    valid, test: files of their own; without them a tenth of the lines each is held out, by a hash of the line number.
+    label: any 0/1 column: is_click, is_like, long_view, ...
+    shuffle_buffer: how many training rows are held to be mixed; 0 keeps the order of the files.
+    """
+
+    features = ("user", "video", "tab", "hour")
+
+    def __init__(
+        self,
+        *,
+        path: str | list[str],
+        valid: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        label: str = "is_click",
+        shuffle_buffer: int = 65_536,
+        block_bytes: int = 1 << 18,
+    ) -> None:
+        dataset.check_at_least(shuffle_buffer=(shuffle_buffer, 0), block_bytes=(block_bytes, 1))
+        self._files = SplitFiles(
+            train=find_text_files(path),
+            valid=find_text_files(valid) if valid else None,
+            test=find_text_files(test) if test else None,
+        )
+        self._types = {name: INTEGER for name in ("user_id", "video_id", "tab", "hourmin", "duration_ms", label)}
+        self._label, self._shuffle_buffer, self._block_bytes = label, shuffle_buffer, block_bytes
+        files = {file for split in dataset.SPLITS for file in self._files.files(split)}
+        self._headers = {file: read_header(file, needed=list(self._types)) for file in files}
+
+    def batches(
+        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
+    ) -> Iterator[Batch]:
+        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
+        return batches_of(
+            self._pieces(split, rank, world),
+            batch_size=batch_size,
+            shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
+            generator=dataset.generator(seed, epoch, rank),
+        )
+
+    def _pieces(self, split: str, rank: int, world: int) -> Iterator[Batch]:
+        files = self._files.files(split)
+        for block in line_blocks(files, rank=rank, world=world, block_bytes=self._block_bytes, skip_lines=1):
+            table = read_columns(block, names=self._headers[block.path], types=self._types, delimiter=",")
+            kept = np.flatnonzero(self._files.mask(split, first=block.first_line, count=block.num_lines))
+            yield self._piece(block, table, kept)
+
+    def _piece(self, block: LineBlock, table: pa.Table, kept: np.ndarray) -> Batch:
+        labels = checked_flags(block, table, self._label)[kept]
+        keys = {
+            "user": table.column("user_id").to_numpy(),
+            "video": table.column("video_id").to_numpy(),
+            "tab": table.column("tab").to_numpy(),
+            "hour": table.column("hourmin").to_numpy() // 100,  # 1530 is half past three in the afternoon
+        }
+        seconds = np.maximum(table.column("duration_ms").to_numpy()[kept], 0) / 1000
+        one_each = np.arange(len(kept) + 1)
+        return Batch(
+            keys={
+                name: Jagged(torch.from_numpy(column[kept]), torch.from_numpy(one_each.copy()))
+                for name, column in keys.items()
+            },
+            dense={"dense": torch.from_numpy(np.log1p(seconds).astype(np.float32)[:, None])},
+            labels=torch.from_numpy(labels.astype(np.float32)),
+        )
+
+
+class KuaiRandSequences(HistoryDataset):
+    """The videos to which each user reacted well (`positive`, a 0/1 column), in the order of time.
+
+    The split, max_length and num_negatives: see HistoryDataset.
+    path: a path, a glob pattern or a list of them; `.gz` is read too.
+    """
+
+    def __init__(
+        self, *, path: str | list[str], positive: str = "is_click", max_length: int = 50, num_negatives: int = 16
+    ) -> None:
+        histories = read_positive(find_text_files(path), positive=positive)
+        super().__init__(histories, max_length=max_length, num_negatives=num_negatives)
+
+
+def read_positive(paths: list[str], *, positive: str) -> Histories:
+    types = {name: INTEGER for name in ("user_id", "video_id", "time_ms", positive)}
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("user_id", "video_id", "time_ms")}
+    for path in paths:
+        names = read_header(path, needed=list(types))
+        for block in line_blocks([path], block_bytes=1 << 20, skip_lines=1):
+            table = read_columns(block, names=names, types=types, delimiter=",")
+            kept = checked_flags(block, table, positive) == 1
+            for name, parts in columns.items():
+                parts.append(table.column(name).to_numpy()[kept])
+    users, videos, times = (np.concatenate(parts or [np.empty(0, np.int64)]) for parts in columns.values())
+    if not len(users):
+        raise ValueError(f"{', '.join(paths)}: no row with {positive} = 1; give another column as positive")
+    store = Histories.from_events(users=users, items=videos, times=times)
+    assert store.times is not None
+    # Ordered by milliseconds, given in seconds like every other dataset.
+    return Histories(store.users, store.items, store.offsets, store.times // 1000)
+
+
+def checked_flags(block: LineBlock, table: pa.Table, name: str) -> np.ndarray:
+    flags = table.column(name).to_numpy()
+    bad = np.flatnonzero((flags != 0) & (flags != 1))
+    if len(bad):
+        raise ValueError(
+            f"{block.path}, line {block.first_line + bad[0]}: {name} is {flags[bad[0]]}, not 0 or 1; "
+            f"correct or remove the row"
+        )
+    return flags

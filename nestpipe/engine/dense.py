@@ -1,0 +1,107 @@
+"""The dense part: the user's model under DDP, with gradients summed (not averaged) over workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nestpipe.batch import Batch, Output
+
+
+class _Forward(nn.Module):
+    """The user's model, or, for a worker without samples, a zero that reaches every parameter: DDP must see them all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
+        if batch.size:
+            return checked_output(self.model(batch, rows), batch.size)
+        zero = torch.zeros(())
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                zero = zero + parameter.sum() * 0
+        return Output(zero.reshape(1), torch.zeros(1))
+
+
+class Dense:
+    """Forward, backward and update of the model's own parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        group: dist.ProcessGroup | None,
+        *,
+        find_unused_parameters: bool,
+    ) -> None:
+        self.model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._forward: nn.Module = _Forward(model)
+        if group is not None and dist.get_world_size(group) > 1 and self._parameters:
+            self._forward = nn.parallel.DistributedDataParallel(
+                self._forward,
+                process_group=group,
+                forward_sync_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=find_unused_parameters,
+            )
+            self._forward.register_comm_hook(group, _sum_over_workers)
+        self.optimizer = optimizer(self._parameters) if self._parameters else None
+
+    def forward(self, batch: Batch, rows: dict[str, Any], *, reduce: bool) -> Output:
+        """`reduce`: whether the backward that follows is the step's last and sums gradients over workers."""
+        with self._without_reduction(not reduce):
+            return self._forward(batch, rows)
+
+    def backward(self, loss: Tensor, *, reduce: bool) -> None:
+        with self._without_reduction(not reduce):
+            if loss.requires_grad:
+                loss.backward()
+
+    def update(self, scale: float) -> None:
+        """Divides the summed gradients by the global weight, once, and steps the optimizer."""
+        if self.optimizer is not None:
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            torch._foreach_mul_(grads, scale)
+            self.optimizer.step()
+            self.forget()
+
+    def forget(self) -> None:
+        """Drops gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def _without_reduction(self, without: bool) -> contextlib.AbstractContextManager[None]:
+        if without and isinstance(self._forward, nn.parallel.DistributedDataParallel):
+            return self._forward.no_sync()
+        return contextlib.nullcontext()
+
+
+def _sum_over_workers(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def checked_output(output: Any, size: int) -> Output:
+    """An Output whose losses are one per sample, from whatever the model returned."""
+    output = output if isinstance(output, Output) else Output(output)
+    losses, weights = output.losses, output.weights
+    if not isinstance(losses, Tensor):
+        raise ValueError(f"the model returned {type(losses).__name__}; return a tensor of losses, one per sample, or an Output")
+    if losses.shape != (size,):
+        kind = "a scalar loss" if losses.ndim == 0 else f"losses of shape {tuple(losses.shape)}"
+        raise ValueError(
+            f"the model returned {kind} for {size} samples; return one loss per sample, shape [{size}], and let the trainer "
+            f"take the mean (with reduction='none' in torch's loss functions)"
+        )
+    if weights is not None and weights.shape != (size,):
+        raise ValueError(f"the model returned weights of shape {tuple(weights.shape)} for {size} samples; give one per sample")
+    return output

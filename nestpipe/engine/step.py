@@ -1,0 +1,256 @@
+"""The operations of a training step, one method each, on the context of one batch.
+
+The serial schedule runs them in the order they stand here. Only `route` and `agree` decide anything together with the
+other workers; a worker whose batch is bad says so there, so that all leave at once instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nestpipe.arena import Arena
+from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.engine.dense import Dense
+from nestpipe.errors import TrainingError, describe
+from nestpipe.exchange.owner import OwnerRoute
+from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.source import SourceRoute, payload_layout
+from nestpipe.exchange.transport import Transport
+from nestpipe.kernels.keys import Deduplicator
+from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, rows_of, scatter_add
+from nestpipe.store.memory import MemoryStore
+
+OUT_OF_DATA, HAS_DATA, FAILED = 0, 1, 2
+
+
+@dataclasses.dataclass
+class StepResult:
+    """What one step did, the same on every worker."""
+
+    step: int
+    loss: float  # mean over the global batch
+    samples: int  # of all workers
+    weight: float  # what the loss was divided by: samples, or tokens
+    skipped: bool = False  # the batch had a loss that is not finite and was left out
+
+
+@dataclasses.dataclass
+class Context:
+    """All that belongs to one batch in flight; it dies with the batch. Buffers are by dim."""
+
+    step: int
+    batch: Batch
+    bounds: list[int]  # micro-batch m is samples bounds[m] to bounds[m + 1]
+    arena: Arena
+    error: BaseException | None = None
+    source: SourceRoute = None  # type: ignore[assignment]
+    owner: OwnerRoute = None  # type: ignore[assignment]
+    rows: list[Rows] = dataclasses.field(default_factory=list)  # per table: where this owner's rows of the batch lie
+    positions: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: the record of each distinct key
+    received: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors from the owners
+    grads: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their gradients, same layout
+    returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
+    leaves: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # what the model reads now
+    output: Output | None = None
+    totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(5))  # loss, weight, samples, bad, failed
+
+
+class StepOperations:
+    """Everything a step works on: stores, exchange and dense part of one worker."""
+
+    def __init__(
+        self, plan: ExchangePlan, stores: Sequence[MemoryStore], transport: Transport, dense: Dense, *, skip_nonfinite: bool
+    ) -> None:
+        self.plan, self.stores, self.transport, self.dense = plan, list(stores), transport, dense
+        self._skip_nonfinite = skip_nonfinite
+        self._source_dedup, self._owner_dedup = Deduplicator(), Deduplicator()
+
+    # -- rows to the model -------------------------------------------------------------------------------------------
+
+    def route(self, ctx: Context, *, has_data: bool) -> bool:
+        """Deduplicates keys, buckets them by owner, exchanges them. False if no worker has data any more."""
+        status = HAS_DATA if has_data else OUT_OF_DATA
+        if ctx.error is not None:
+            ctx.batch, ctx.bounds, status = Batch.empty([f.name for f in self.plan.features]), [0, 0], FAILED
+        transport = self.transport
+        ctx.source = SourceRoute(ctx.batch, self.plan, transport, self._source_dedup, ctx.arena)
+        ctx.source.sizes[:, 0] = status
+        sizes = transport.exchange_rows(ctx.source.sizes)
+        if (sizes[:, 0] == FAILED).any():
+            self._leave_together(ctx)
+        if not (sizes[:, 0] == HAS_DATA).any():
+            return False
+        _, counts = payload_layout(sizes)
+        received = ctx.arena.take("payload in", int(counts.sum()), np.int32)
+        payload = transport.all_to_all(ctx.source.payload, ctx.source.payload_counts, received, counts)
+        ctx.owner = OwnerRoute(sizes, payload, self.plan, self._owner_dedup, ctx.arena)
+        return True
+
+    def retrieve(self, ctx: Context) -> None:
+        """Finds the rows asked of this owner; those of new keys are born."""
+        ctx.rows, ctx.positions = [], []
+        for store, owned in zip(self.stores, ctx.owner.tables, strict=True):
+            positions = store.resolve(owned.keys_V, ctx.step)
+            if store.shares_rows:
+                distinct, places = np.empty_like(positions), np.empty(len(positions), np.int32)
+                distinct = distinct[: self._owner_dedup(positions, distinct, places)]
+                owned.merge(places)
+                positions = distinct
+            ctx.rows.append(store.rows)
+            ctx.positions.append(positions)
+
+    def read(self, ctx: Context) -> None:
+        """Like retrieve, for evaluation: nothing is born or counted; keys without a row get their first values."""
+        ctx.rows, ctx.positions = [], []
+        for k, (store, owned) in enumerate(zip(self.stores, ctx.owner.tables, strict=True)):
+            values = ctx.arena.take(f"read {k}", (len(owned.keys_V), store.table.dim), np.float32)
+            store.read(owned.keys_V, store.find(owned.keys_V), values)
+            ctx.rows.append(rows_of(values))
+            ctx.positions.append(np.arange(len(values)))
+
+    def emb(self, ctx: Context) -> None:
+        """Sends rows (or bags pooled here) to the workers that asked for them."""
+        for dim, members in self.plan.groups.items():
+            to_send, to_come = ctx.owner.vectors[dim], ctx.source.vectors[dim]
+            sent = ctx.arena.take(f"vectors out {dim}", (int(to_send.sum()), dim), np.float32)
+            for k in members:
+                ctx.owner.answer(k, ctx.rows[k], ctx.positions[k], sent)
+            received = ctx.arena.take(f"vectors in {dim}", (int(to_come.sum()), dim), np.float32)
+            ctx.received[dim] = self.transport.all_to_all(sent, to_send, received, to_come)
+            grads = ctx.arena.take(f"grads out {dim}", (int(to_come.sum()), dim), np.float32)
+            grads[:] = 0
+            ctx.grads[dim] = grads
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def inputs(self, ctx: Context, m: int, *, train: bool) -> tuple[Batch, dict[str, Any]]:
+        """Micro-batch m and its rows, as the model gets them."""
+        first, last = ctx.bounds[m], ctx.bounds[m + 1]
+        batch = ctx.batch.slice(first, last)
+        rows: dict[str, Any] = {}
+        for feature in self.plan.features:
+            entries = ctx.source.entries[feature.name]
+            source, offsets = rows_of(ctx.received[entries.dim]), entries.offsets[first : last + 1]
+            if feature.pooling is None:
+                leaf = torch.empty(int(offsets[-1] - offsets[0]), entries.dim)
+                gather(source, entries.positions[offsets[0] : offsets[-1]], NONE, leaf.numpy())
+                rows[feature.name] = Jagged(leaf, batch.keys[feature.name].offsets)
+            else:
+                leaf = torch.empty(last - first, entries.dim)
+                pool(source, entries.positions, offsets, entries.weights, NONE, leaf.numpy())
+                rows[feature.name] = leaf
+            ctx.leaves[feature.name] = leaf.requires_grad_(train)
+        return batch, rows
+
+    def forward(self, ctx: Context, m: int) -> None:
+        """Runs the model on micro-batch m; adds its losses to the batch's totals."""
+        if ctx.error is not None:
+            return
+        try:
+            batch, rows = self.inputs(ctx, m, train=True)
+            reduce = m == len(ctx.bounds) - 2
+            ctx.output = self.dense.forward(batch, rows, reduce=reduce) if batch.size or reduce else None
+            if ctx.output is None or not batch.size:
+                return
+            losses = ctx.output.losses.detach()
+            weights = ctx.output.weights
+            if not torch.isfinite(losses).all():
+                sample = ctx.bounds[m] + int((~torch.isfinite(losses)).nonzero()[0])
+                ctx.totals[3] += 1
+                if not self._skip_nonfinite:
+                    value = float(losses[sample - ctx.bounds[m]])
+                    raise ValueError(
+                        f"the loss of sample {sample} is {value}; look at that sample and at the learning rates, or set "
+                        f"on_nonfinite='skip' to leave such batches out and count them"
+                    )
+            ctx.totals[0] += float(losses.double().sum())
+            ctx.totals[1] += float(weights.double().sum()) if weights is not None else batch.size
+            ctx.totals[2] += batch.size
+        except Exception as error:
+            ctx.error = error
+
+    def agree(self, ctx: Context) -> bool:
+        """Sums losses, weights and troubles over workers, before the last backward. False: leave this batch out."""
+        ctx.totals[4] = ctx.error is not None
+        self.transport.sum(ctx.totals)
+        if ctx.totals[4]:
+            self._leave_together(ctx)
+        if ctx.totals[3] or ctx.totals[1] == 0:
+            self.dense.forget()
+            return False
+        return True
+
+    def backward(self, ctx: Context, m: int) -> None:
+        """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
+        if ctx.output is None or ctx.error is not None:
+            return
+        self.dense.backward(ctx.output.losses.sum(), reduce=m == len(ctx.bounds) - 2)
+        first, last = ctx.bounds[m], ctx.bounds[m + 1]
+        for feature in self.plan.features:
+            grad = ctx.leaves.pop(feature.name).grad
+            if grad is None:
+                continue
+            entries = ctx.source.entries[feature.name]
+            offsets = entries.offsets[first : last + 1]
+            values = grad.contiguous().numpy()
+            if feature.pooling is None:
+                scatter_add(values, NONE, entries.positions[offsets[0] : offsets[-1]], ctx.grads[entries.dim])
+            else:
+                pool_add(values, NONE, entries.positions, offsets, entries.weights, ctx.grads[entries.dim])
+        ctx.output = None
+
+    # -- gradients to the rows ---------------------------------------------------------------------------------------
+
+    def grad(self, ctx: Context) -> None:
+        """Sends gradients back to the owners of the rows."""
+        for dim in self.plan.groups:
+            to_send, to_come = ctx.source.vectors[dim], ctx.owner.vectors[dim]
+            received = ctx.arena.take(f"grads in {dim}", (int(to_come.sum()), dim), np.float32)
+            ctx.returned[dim] = self.transport.all_to_all(ctx.grads[dim], to_send, received, to_come)
+
+    def update(self, ctx: Context) -> None:
+        """Applies every optimizer once, to the sum over all workers divided by the global weight."""
+        scale = 1.0 / float(ctx.totals[1])
+        for k, store in enumerate(self.stores):
+            positions = ctx.positions[k]
+            grads = ctx.owner.sum_gradients(k, len(positions), ctx.returned[store.table.dim])
+            store.update(positions, grads, scale)
+        self.dense.update(scale)
+
+    # -- trouble -----------------------------------------------------------------------------------------------------
+
+    def _leave_together(self, ctx: Context) -> None:
+        messages = self.transport.gather_objects(None if ctx.error is None else describe(ctx.error))
+        causes = [f"rank {rank}, batch {ctx.step}: {text}" for rank, text in enumerate(messages) if text is not None]
+        raise TrainingError("\n".join(causes)) from ctx.error
+
+
+def serial_step(ops: StepOperations, ctx: Context, *, has_data: bool) -> StepResult | None:
+    """One step with nothing overlapped: what every other schedule must equal. None once no worker has data."""
+    if not ops.route(ctx, has_data=has_data):
+        return None
+    ops.retrieve(ctx)
+    ops.emb(ctx)
+    last = len(ctx.bounds) - 2
+    for m in range(last):
+        ops.forward(ctx, m)
+        ops.backward(ctx, m)
+    ops.forward(ctx, last)
+    trained = ops.agree(ctx)
+    if trained:
+        ops.backward(ctx, last)
+        ops.grad(ctx)
+        ops.update(ctx)
+    loss, weight, samples = ctx.totals[:3].tolist()
+    return StepResult(ctx.step, loss / weight if weight else float("nan"), int(samples), weight, skipped=not trained and bool(samples))
+
+
+def micro_batch_bounds(size: int, count: int) -> list[int]:
+    """Cuts `size` samples into `count` runs that differ by at most one sample; some are empty if size < count."""
+    return [size * m // count for m in range(count + 1)]
+

@@ -1,0 +1,60 @@
+"""Transport: the only place that calls torch.distributed for keys, rows and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nestpipe.arena import as_tensor
+
+
+class Transport:
+    """One process group used by one thread. With a single worker nothing is sent and nothing copied."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world = dist.get_world_size(group) if group is not None else 1
+        self.bytes_sent = 0  # to other workers
+
+    def all_to_all(
+        self, sent: np.ndarray, sent_counts: np.ndarray, received: np.ndarray, received_counts: np.ndarray
+    ) -> np.ndarray:
+        """Worker w gets the w-th part of `sent`; returns `received` (or `sent` itself if there is one worker).
+
+        Counts are in entries of the first dimension; both arrays must be contiguous.
+        """
+        if self.world == 1:
+            return sent
+        self.bytes_sent += (len(sent) - int(sent_counts[self.rank])) * (sent.nbytes // max(1, len(sent)))
+        dist.all_to_all_single(
+            as_tensor(received), as_tensor(sent), received_counts.tolist(), sent_counts.tolist(), group=self._group
+        )
+        return received
+
+    def exchange_rows(self, table: np.ndarray) -> np.ndarray:
+        """Row w of `table` goes to worker w; returns the rows that came, by source."""
+        counts = np.ones(self.world, np.int64)
+        return self.all_to_all(table, counts, np.empty_like(table), counts)
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Element-wise sum over all workers, in place."""
+        if self.world > 1:
+            dist.all_reduce(as_tensor(values), group=self._group)
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank: for reports and errors, not for the hot path."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values, in place."""
+        if self.world > 1:
+            dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0) if self._group else 0, group=self._group)

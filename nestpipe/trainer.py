@@ -1,0 +1,314 @@
+"""Trainer: fit, evaluate, save, load."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nestpipe import checkpoint, process
+from nestpipe.arena import Arena
+from nestpipe.batch import Batch, Jagged, NotFinite
+from nestpipe.engine.dense import Dense, checked_output
+from nestpipe.engine.loader import Loader, checked
+from nestpipe.engine.step import Context, StepOperations, StepResult, micro_batch_bounds, serial_step
+from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.transport import Transport
+from nestpipe.metrics import NDCG, HitRate, target_ranks
+from nestpipe.store.memory import MemoryStore, StoreStats
+from nestpipe.tables import Feature, Table, did_you_mean
+
+log = logging.getLogger("nestpipe")
+
+SCHEDULES = ("serial",)
+
+
+@dataclasses.dataclass
+class FitResult:
+    """What a call of `fit` did, the same on every worker."""
+
+    steps: int
+    samples: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    skipped: int  # batches left out because something in them was not finite
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+class Trainer:
+    """Trains a model whose embedding rows live on all workers, by key.
+
+    Start the same program on every worker (`nestpipe train`, or torchrun); each calls fit with its own batches. In a
+    plain `python` process there is one worker.
+
+    model: an nn.Module; `forward(batch, rows)` returns losses [B], one per sample, or an Output. rows[name] is a Jagged of
+        rows for a sequence feature, a tensor [B, dim] for a pooled one.
+    tables, features: what it reads.
+    dense_optimizer: makes a torch optimizer from the model's parameters.
+    schedule: "serial".
+    micro_batches: cuts each batch into this many parts, run one after the other, with one update for all.
+    seed: of the first values of rows.
+    on_nonfinite: "raise", or "skip": a batch with NaN or infinity in an input (on that worker) or a loss (on all) is left
+        out and counted.
+    data_timeout: seconds without a batch after which a data source counts as dead.
+    find_unused_parameters: for models in which some parameters take no part in some batches; see DDP.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        dense_optimizer: Callable[[Any], torch.optim.Optimizer],
+        schedule: str = "serial",
+        micro_batches: int = 1,
+        seed: int = 0,
+        on_nonfinite: str = "raise",
+        data_timeout: float = 300.0,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule {schedule!r}, {did_you_mean(schedule, SCHEDULES)}")
+        if on_nonfinite not in ("raise", "skip"):
+            raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
+        if not isinstance(micro_batches, int) or micro_batches < 1:
+            raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}")
+        plan = ExchangePlan(tables, features)
+        process.join_group()
+        self.group = dist.group.WORLD if dist.is_initialized() else None
+        # Rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
+        self._transport = Transport(dist.new_group(backend="gloo") if self.group is not None else None)
+        self.rank, self.world = self._transport.rank, self._transport.world
+        self.model = model
+        self.micro_batches = micro_batches
+        self.steps = 0  # batches so far
+        self._seed = seed
+        self._skip = on_nonfinite == "skip"
+        self._data_timeout = data_timeout
+        self._names = [feature.name for feature in features]
+        self._dense = Dense(model, dense_optimizer, self.group, find_unused_parameters=find_unused_parameters)
+        stores = [MemoryStore(table, seed=seed, world=self.world) for table in tables]
+        self._ops = StepOperations(plan, stores, self._transport, self._dense, skip_nonfinite=self._skip)
+        self._arena = Arena()
+        self._told = not plan.undecided
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def fit(
+        self, batches: Iterable[Batch], *, steps: int | None = None, on_step: Callable[[StepResult], None] | None = None
+    ) -> FitResult:
+        """Trains until `steps` are done or no worker has batches left. Workers may have different numbers of batches:
+        those that run out early go on serving rows, and all return together."""
+        loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout)
+        started, done, samples, skipped = time.perf_counter(), 0, 0, 0
+        first = last = float("nan")
+        try:
+            while steps is None or done < steps:
+                batch, error = None, None
+                try:
+                    batch = loader.next()
+                except Exception as problem:
+                    error = problem
+                result = self._step(batch, error)
+                if result is None:
+                    break
+                done += 1
+                samples += result.samples
+                skipped += result.skipped
+                if not result.skipped:
+                    first, last = (result.loss if np.isnan(first) else first), result.loss
+                if on_step is not None:
+                    on_step(result)
+        finally:
+            loader.close()
+        seconds = time.perf_counter() - started
+        skipped += int(self._transport.sum(np.array([loader.skipped]))[0])
+        return FitResult(done, samples, seconds, first, last, skipped)
+
+    def step(self, batch: Batch | None) -> StepResult | None:
+        """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did."""
+        error: Exception | None = None
+        if batch is not None:
+            try:
+                checked(batch, self._names)
+            except NotFinite as problem:
+                batch, error = None, None if self._skip else problem
+            except ValueError as problem:
+                error = problem
+        return self._step(batch, error)
+
+    def _step(self, batch: Batch | None, error: BaseException | None) -> StepResult | None:
+        has_data = batch is not None
+        batch = Batch.empty(self._names) if batch is None else batch
+        bounds = micro_batch_bounds(batch.size, self.micro_batches)
+        ctx = Context(self.steps, batch, bounds, self._arena, error=error)
+        self.model.train()
+        result = serial_step(self._ops, ctx, has_data=has_data)
+        if result is not None:
+            self.steps += 1
+        if not self._told:
+            self._told = True
+            if self.rank == 0:
+                for line in self.describe():
+                    log.info(line)
+        return result
+
+    def set_row_lr(self, lr: float, *, table: str | None = None) -> None:
+        """Changes the learning rate of one table's rows, or of all."""
+        for store in self._stores(table):
+            store.lr = lr
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterable[Batch], metrics: dict[str, Any]) -> dict[str, float]:
+        """The mean loss, and metrics of the model's predictions against the labels, over all workers' batches.
+
+        No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC().
+        """
+        totals = np.zeros(2)
+        for batch, rows in self._evaluation_batches(batches):
+            if not batch.size:
+                continue
+            output = checked_output(self.model(batch, rows), batch.size)
+            totals[0] += float(output.losses.double().sum())
+            totals[1] += batch.size if output.weights is None else float(output.weights.double().sum())
+            for name, metric in metrics.items():
+                if output.predictions is None or batch.labels is None:
+                    raise ValueError(f"metric {name!r} needs Output.predictions from the model and labels in the batch")
+                metric.update(output.predictions, batch.labels)
+        loss, weight = self._transport.sum(totals).tolist()
+        results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
+        return {"loss": loss / weight if weight else float("nan"), **results}
+
+    def evaluate_ranking(
+        self,
+        batches: Iterable[Batch],
+        *,
+        table: str,
+        candidates: Tensor,
+        ks: Sequence[int] = (10, 50),
+        history: str = "history",
+        exclude_seen: bool = True,
+    ) -> dict[str, float]:
+        """HR@k and NDCG@k of `batch.labels` (target keys) ranked among all candidates, over all workers' batches.
+
+        The model needs `query(batch, rows) -> [B, D]` and `score(query, candidate_rows) -> [B, N]`.
+        exclude_seen: leaves the keys of the sample's own `history` out of its ranking (the target stays).
+        """
+        metrics: dict[str, Any] = {}
+        for k in ks:
+            metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
+        candidate_rows = self.rows(table, candidates)
+        for batch, rows in self._evaluation_batches(batches):
+            if not batch.size:
+                continue
+            if batch.labels is None:
+                raise ValueError("ranking needs batch.labels: the key of each sample's target")
+            scores = self.model.score(self.model.query(batch, rows), candidate_rows)  # type: ignore[operator]
+            exclude = batch.keys[history] if exclude_seen else None
+            ranks = target_ranks(scores, candidate_keys=candidates, target_keys=batch.labels, exclude=exclude)
+            for metric in metrics.values():
+                metric.update(ranks)
+        return {name: metric.compute(group=self.group) for name, metric in metrics.items()}
+
+    def _evaluation_batches(self, batches: Iterable[Batch]) -> Iterable[tuple[Batch, dict[str, Any]]]:
+        """Batches with their rows, until no worker has any left; those without get empty ones."""
+        loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                while True:
+                    batch, error = None, None
+                    try:
+                        batch = loader.next()
+                    except Exception as problem:
+                        error = problem
+                    found = self._lookup(self._ops, batch, error)
+                    if found is None:
+                        return
+                    yield found
+        finally:
+            loader.close()
+            self.model.train()
+
+    def _lookup(
+        self, ops: StepOperations, batch: Batch | None, error: BaseException | None = None
+    ) -> tuple[Batch, dict[str, Any]] | None:
+        has_data = batch is not None
+        batch = Batch.empty([f.name for f in ops.plan.features]) if batch is None else batch
+        ctx = Context(self.steps, batch, [0, batch.size], self._arena, error=error)
+        if not ops.route(ctx, has_data=has_data):
+            return None
+        ops.read(ctx)
+        ops.emb(ctx)
+        return ops.inputs(ctx, 0, train=False)
+
+    def rows(self, table: str, keys: Tensor) -> Tensor:
+        """The rows of any keys, [len(keys), dim], from whichever workers hold them. Every worker must call it.
+
+        A key without a row gives the values it would be born with.
+        """
+        (store,) = self._stores(table)
+        plan = ExchangePlan([store.table], [Feature("keys", table)])
+        ops = StepOperations(plan, [store], self._transport, self._dense, skip_nonfinite=False)
+        found = self._lookup(ops, Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}))
+        assert found is not None
+        return found[1]["keys"].values
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _stores(self, table: str | None = None) -> list[MemoryStore]:
+        stores = [store for store in self._ops.stores if table is None or store.table.name == table]
+        if not stores:
+            raise ValueError(f"table {table!r}, {did_you_mean(str(table), [s.table.name for s in self._ops.stores])}")
+        return stores
+
+    def save(self, path: str | Path) -> None:
+        """Writes tables, model and optimizers to a new folder, which appears only when it is complete."""
+        checkpoint.save(Path(path), self._stores(), self._dense, self._transport, step=self.steps)
+
+    def load(self, path: str | Path) -> None:
+        """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet."""
+        self.steps = checkpoint.load(Path(path), self._stores(), self._dense, self._transport)
+
+    def digest(self) -> str:
+        """A hash over every table's (key, row, optimizer state) and the model's weights.
+
+        The same for any order of rows and any number of workers that hold the same bits.
+        """
+        sums = np.array([store.digest() for store in self._stores()], np.uint64)
+        sums = self._transport.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
+        total = hashlib.blake2b(digest_size=16)
+        for store, (a, b) in sorted(zip(self._stores(), sums.tolist(), strict=True), key=lambda one: one[0].table.name):
+            total.update(f"{store.table.name} {a:016x} {b:016x};".encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()
+
+    def table_stats(self) -> dict[str, StoreStats]:
+        """Rows and bytes of every table, summed over workers."""
+        sums = self._transport.sum(np.array([store.stats() for store in self._stores()], np.int64))
+        return {store.table.name: StoreStats(*row) for store, row in zip(self._stores(), sums.tolist(), strict=True)}
+
+    def describe(self) -> list[str]:
+        """What travels how, and what is overlapped: one line each."""
+        return [
+            *self._ops.plan.describe(),
+            f"schedule serial, {self.micro_batches} micro-batch(es): nothing is overlapped but reading data (in a thread) "
+            f"and the sum of dense gradients (with the last backward)",
+        ]
