@@ -263,7 +263,7 @@ class Trainer:
         A key without a row gives the values it would be born with.
         """
         (store,) = self._stores(table)
-        plan = ExchangePlan([store.table], [Feature("keys", table)])
+        plan = ExchangePlan([dataclasses.replace(store.table, pooled_at="source")], [Feature("keys", table)])
         ops = StepOperations(plan, [store], self._transport, self._dense, skip_nonfinite=False)
         found = self._lookup(ops, Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}))
         assert found is not None

@@ -21,6 +21,8 @@ class Timing:
     """One contestant. Milliseconds per step; a block counts with the time of the slowest worker.
 
     median_ms, iqr_ms: over the rounds; the IQR is the distance between the quartiles.
+    cpu_ms: median CPU time per step of the busiest worker, all its threads together; it stays comparable on a machine
+        that other programs use as well, where the wall clock does not.
     ratio: median over the rounds of (this contestant / the reference, in that round); below 1 is faster than it.
     rounds_ms: every round, in order.
     """
@@ -28,6 +30,7 @@ class Timing:
     name: str
     median_ms: float
     iqr_ms: float
+    cpu_ms: float
     ratio: float
     rounds_ms: list[float]
 
@@ -48,8 +51,8 @@ def alternate(
 
     rounds, steps: blocks per contestant, and timed steps per block.
     warmup: untimed steps of each contestant before the first round.
-    lead_in: untimed steps at the start of each block: they refill caches and pipelines, and take the blame for work that
-        the contestant before left in flight.
+    lead_in: untimed steps at the start of each block: they refill caches and pipelines, and take the blame for work
+        that the contestant before left in flight.
     reference: the contestant that ratios divide by; the first if left out.
     """
     names = list(contestants)
@@ -66,7 +69,8 @@ def alternate(
     for name in names:
         _run(contestants[name], warmup)
 
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    wall: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.freeze()  # else a full collection walks every module of every contestant, in the middle of somebody's block
     try:
@@ -75,22 +79,27 @@ def alternate(
             for name in names[start:] + names[:start]:
                 _run(contestants[name], lead_in)
                 _barrier(group)
-                begin = time.perf_counter()
+                begin, cpu_begin = time.perf_counter(), time.process_time()
                 _run(contestants[name], steps)
-                seconds[name].append((time.perf_counter() - begin) / steps)
+                wall[name].append((time.perf_counter() - begin) / steps)
+                cpu[name].append((time.process_time() - cpu_begin) / steps)
     finally:
         gc.unfreeze()
 
-    millis = {name: [1e3 * one for one in _slowest(seconds[name], group)] for name in names}
-    return {name: _timing(name, millis[name], millis[reference]) for name in names}
+    wall_ms = {name: _slowest_ms(wall[name], group) for name in names}
+    cpu_ms = {name: _slowest_ms(cpu[name], group) for name in names}
+    return {name: _timing(name, wall_ms[name], cpu_ms[name], wall_ms[reference]) for name in names}
 
 
 def table(timings: Mapping[str, Timing], *, reference: str | None = None) -> str:
     """The timings as text, one contestant per line."""
     width = max(len(name) for name in timings)
     versus = reference or next(iter(timings))
-    lines = [f"{'':{width}}  ms/step    IQR  x {versus}"]
-    lines += [f"{t.name:{width}}  {t.median_ms:7.1f}  {t.iqr_ms:5.1f}  {t.ratio:.3f}" for t in timings.values()]
+    lines = [f"{'':{width}}  ms/step    IQR   CPU ms  x {versus}"]
+    lines += [
+        f"{t.name:{width}}  {t.median_ms:7.1f}  {t.iqr_ms:5.1f}  {t.cpu_ms:7.1f}  {t.ratio:.3f}"
+        for t in timings.values()
+    ]
     return "\n".join(lines)
 
 
@@ -104,17 +113,17 @@ def _barrier(group: dist.ProcessGroup | None) -> None:
         dist.barrier(group=group)
 
 
-def _slowest(values: list[float], group: dist.ProcessGroup | None) -> list[float]:
-    worst = torch.tensor(values, dtype=torch.float64)
+def _slowest_ms(seconds: list[float], group: dist.ProcessGroup | None) -> list[float]:
+    worst = 1e3 * torch.tensor(seconds, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return worst.tolist()
 
 
-def _timing(name: str, rounds_ms: list[float], reference_ms: list[float]) -> Timing:
+def _timing(name: str, rounds_ms: list[float], cpu_ms: list[float], reference_ms: list[float]) -> Timing:
     iqr = 0.0
     if len(rounds_ms) > 1:
         low, _, high = statistics.quantiles(rounds_ms, n=4, method="inclusive")
         iqr = high - low
     ratio = statistics.median(mine / theirs for mine, theirs in zip(rounds_ms, reference_ms, strict=True))
-    return Timing(name, statistics.median(rounds_ms), iqr, ratio, rounds_ms)
+    return Timing(name, statistics.median(rounds_ms), iqr, statistics.median(cpu_ms), ratio, rounds_ms)

@@ -65,8 +65,8 @@ class SyntheticClicks:
         dataset.check_at_least(
             num_features=(num_features, 1), keys_per_bag=(least, 0), most_keys_per_bag=(most, max(1, least)),
             keys_per_table=(min(sizes, default=1), 1), skew=(skew, 0), num_dense=(num_dense, 0),
-            num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0), num_test_samples=(num_test_samples,
-            0), seed=(seed, 0),
+            num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0),
+            num_test_samples=(num_test_samples, 0), seed=(seed, 0),
         )  # fmt: skip
         if len(sizes) != num_features:
             raise ValueError(

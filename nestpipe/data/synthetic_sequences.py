@@ -71,8 +71,8 @@ class SyntheticSequences:
             num_clusters = max(1, min(256, int(num_items**0.5)))
         dataset.check_at_least(
             num_items=(num_items, 1), skew=(skew, 0), num_clusters=(num_clusters, 1), min_length=(min_length, 1),
-            max_length=(max_length, min_length), mean_length=(mean_length, min_length), num_negatives=(num_negatives,
-            0), num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0),
+            max_length=(max_length, min_length), mean_length=(mean_length, min_length),
+            num_negatives=(num_negatives, 0), num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0),
             num_test_samples=(num_test_samples, 0), seed=(seed, 0),
         )  # fmt: skip
         if num_clusters > num_items:

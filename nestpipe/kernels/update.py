@@ -120,17 +120,19 @@ def rowwise_adagrad(rows, positions, grads, row, scale, lr, weight_decay, clip, 
 
 @kernel
 def adam(rows, positions, grads, row, scale, lr, weight_decay, clip, beta1, beta2, eps, updates):
-    """`updates` counts the table's updates, this one included."""
+    """`updates` counts the table's updates, this one included. beta1 and beta2 are float64: 1 - beta must not be rounded
+    before it is taken."""
     dim = grads.shape[1]
-    step = np.float32(lr * math.sqrt(1.0 - float(beta2) ** updates) / (1.0 - float(beta1) ** updates))
-    one = np.float32(1)
+    step = np.float32(lr * math.sqrt(1.0 - beta2**updates) / (1.0 - beta1**updates))
+    keep1, keep2 = np.float32(beta1), np.float32(beta2)
+    take1, take2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(len(positions)):
         grad = grads[i]
         values = _prepare(rows, positions, i, grad, row, dim * 12, scale, weight_decay, clip)
         moments = _state(rows, positions[i], dim, 2 * dim)
         for d in range(dim):
-            first = beta1 * moments[d] + (one - beta1) * grad[d]
-            second = beta2 * moments[dim + d] + (one - beta2) * grad[d] * grad[d]
+            first = keep1 * moments[d] + take1 * grad[d]
+            second = keep2 * moments[dim + d] + take2 * grad[d] * grad[d]
             moments[d] = first
             moments[dim + d] = second
             values[d] -= step * first / (np.float32(math.sqrt(second)) + eps)

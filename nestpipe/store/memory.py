@@ -136,7 +136,7 @@ class MemoryStore:
             case RowwiseAdagrad():
                 update.rowwise_adagrad(*common, f32(optimizer.eps))
             case Adam():
-                betas = f32(optimizer.beta1), f32(optimizer.beta2)
+                betas = float(optimizer.beta1), float(optimizer.beta2)
                 update.adam(*common, *betas, f32(optimizer.eps), self.updates)
             case _:
                 raise AssertionError(optimizer)

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_samples import all_ranks, global_batches, read, read_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.data import Histories, HistoryDataset, MovieLens, Sequences
 from nestpipe.data.dataset import offsets_of
-from tests.data.samples import all_ranks, global_batches, read, read_samples
 
 BEAUTY = Path(__file__).parents[3] / "shared" / "data" / "amazon_beauty.txt"
 
@@ -104,7 +104,7 @@ def test_a_bad_file_is_named_with_line_and_value(tmp_path, text, message):
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
-    with pytest.raises(ValueError, match="no file matches .*nowhere"):
+    with pytest.raises(ValueError, match=r"no file matches .*nowhere"):
         Sequences(path=str(tmp_path / "nowhere.txt"))
     with pytest.raises(ValueError, match="is a folder"):
         Sequences(path=str(tmp_path))

@@ -1,6 +1,9 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from data_samples import all_ranks, global_batches, read, read_samples, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +12,6 @@ from nestpipe.data import SyntheticClicks, SyntheticSequences
 from nestpipe.data.draws import to_keys
 from nestpipe.data.overlap import Overlap, cover
 from nestpipe.data.synthetic_sequences import length_quantiles
-from tests.data.samples import all_ranks, global_batches, read, read_samples, same
 
 
 def small_sequences(**options):
@@ -90,7 +92,7 @@ def test_neighbouring_batches_share_exactly_the_given_fraction_of_their_keys(mak
     dataset = make(overlap=overlap, spread_keys=spread_keys, num_samples=110)
     batches = list(read(dataset, "train", batch_size=20))
     assert batches[-1].size == 10
-    for before, after in zip(batches[:-1], batches[1:], strict=True):
+    for before, after in itertools.pairwise(batches):
         for old, new in zip(distinct_keys(dataset, before), distinct_keys(dataset, after), strict=True):
             assert len(old & new) == round(overlap * len(new))
             assert len(new) > 5
@@ -109,7 +111,7 @@ def test_overlap_is_exact_for_any_shape(overlap, num_items, num_clusters, batch_
         overlap=overlap, num_items=num_items, num_clusters=num_clusters, lengths=lengths, num_samples=batch_size * 4 + 1
     )
     keys = [distinct_keys(dataset, batch)[0] for batch in read(dataset, "train", batch_size=batch_size)]
-    for old, new in zip(keys[:-1], keys[1:], strict=True):
+    for old, new in itertools.pairwise(keys):
         assert len(old & new) == round(overlap * len(new))
         assert min(new) >= 0
         assert max(new) < num_items

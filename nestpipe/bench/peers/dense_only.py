@@ -31,7 +31,7 @@ class DenseOnly:
         if not batches:
             raise ValueError("batches is empty; give at least one batch")
         self._model = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
+            model, gradient_as_bucket_view=True, forward_sync_buffers=False, static_graph=True
         )
         self._optimizer = dense_optimizer(model.parameters())
         self._batches = itertools.cycle(batches)

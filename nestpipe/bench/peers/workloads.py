@@ -6,9 +6,12 @@ import dataclasses
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from nestpipe.batch import Batch, Jagged
+from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.models.dlrm import DLRM
+from nestpipe.models.hstu import HSTU
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.tables import Feature, Table, Uniform
 
@@ -40,6 +43,15 @@ class Workload:
         """The fixed sizes that peers need."""
         return {f"t{t}": self.num_rows for t in range(self.num_tables)}
 
+    def model(self, *, seed: int = 0) -> nn.Module:
+        """The dense module, alike at every call: give each contestant its own."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if self.pooling is None:
+                return SequenceRanker(dim=self.dim, max_length=self.num_keys, history="f0")
+            names = [feature.name for feature in self.features()]
+            return DLRM(num_dense=self.num_dense, features=names, dim=self.dim, bottom=(512, 256), top=(512, 256))
+
     def batches(self, *, rank: int, count: int, keys: str = "uniform", seed: int = 0) -> list[Batch]:
         """`count` batches of the given worker; `keys` is "uniform" or "zipf" (exponent 1.05)."""
         if keys not in ("uniform", "zipf"):
@@ -62,6 +74,21 @@ class Workload:
             )
             for b in range(count)
         ]
+
+
+class SequenceRanker(nn.Module):
+    """Two HSTU layers over the history and one logit from the state after its last item. No dropout: runs can be compared."""
+
+    def __init__(self, *, dim: int, max_length: int, history: str) -> None:
+        super().__init__()
+        self.encoder = HSTU(
+            dim=dim, num_layers=2, num_heads=4, max_length=max_length, dropout=0.0, input_dropout=0.0, history=history
+        )
+        self.logit = nn.Linear(dim, 1)
+
+    def forward(self, batch: Batch, rows: dict[str, Jagged]) -> Output:
+        logits_B = self.logit(self.encoder.query(batch, rows)).squeeze(-1)
+        return Output(F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none"))
 
 
 BAGS = Workload(

@@ -1,0 +1,333 @@
+"""What each kernel computes, in plain torch: slow, without scratch, and the definition that the tests compare with.
+
+Arguments that a kernel takes as an empty array are None here; results are returned instead of written into buffers.
+Where the order of a sum is part of a kernel's contract, the sum is a loop. `gather` and `pool` are differentiable, and
+`scatter_add` and `pool_add` are their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SHARD_BITS = 16
+
+
+def _f32(value: float) -> Tensor:
+    """A setting as the kernels see it: rounded to float32 before anything is computed with it."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Logical shift to the right: torch's int64 would drag the sign along."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def mix(keys: Tensor) -> Tensor:
+    """The finalizer of MurmurHash3; products of int64 wrap around, as those of uint64 do."""
+    h = keys ^ _shifted(keys, 33)
+    h = h * (0xFF51AFD7ED558CCD - 2**64)
+    h = h ^ _shifted(h, 33)
+    h = h * (0xC4CEB9FE1A85EC53 - 2**64)
+    return h ^ _shifted(h, 33)
+
+
+def shards(keys: Tensor) -> Tensor:
+    return _shifted(mix(keys), 64 - SHARD_BITS)
+
+
+def owners(keys: Tensor, world: int) -> Tensor:
+    return (shards(keys) * world) >> SHARD_BITS
+
+
+def deduplicate(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct keys in order of first appearance, and where each key is among them."""
+    ordered, inverse = torch.unique(keys, return_inverse=True)
+    first = torch.full_like(ordered, len(keys)).scatter_reduce(0, inverse, torch.arange(len(keys)), "amin")
+    order = torch.argsort(first)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    return ordered[order], place[inverse]
+
+
+def bucket(unique: Tensor, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys sorted by owner, where each went, and how many each owner has; equals stay in order."""
+    owner = owners(unique, world)
+    order = torch.argsort(owner, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    return unique[order], place, torch.bincount(owner, minlength=world)
+
+
+class Index:
+    """HashIndex as a dict."""
+
+    def __init__(self) -> None:
+        self.positions: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def find(self, keys: Tensor) -> Tensor:
+        return torch.tensor([self.positions.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
+
+    def insert(self, keys: Tensor, positions: Tensor) -> None:
+        assert not set(keys.tolist()) & self.positions.keys()
+        self.positions.update(zip(keys.tolist(), positions.tolist(), strict=True))
+
+    def assign(self, keys: Tensor, positions: Tensor) -> None:
+        assert set(keys.tolist()) <= self.positions.keys()
+        self.positions.update(zip(keys.tolist(), positions.tolist(), strict=True))
+
+    def delete(self, keys: Tensor) -> Tensor:
+        return torch.tensor([self.positions.pop(key, -1) for key in keys.tolist()], dtype=torch.int64)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def gather(rows: Tensor, positions: Tensor, targets: Tensor | None, out: Tensor) -> Tensor:
+    """out, with out[targets[i]] = rows[positions[i]] wherever positions[i] >= 0."""
+    targets = torch.arange(len(positions)) if targets is None else targets
+    kept = positions >= 0
+    return out.index_copy(0, targets[kept], rows[positions[kept]].to(out.dtype))
+
+
+def scatter_add(grads: Tensor, origins: Tensor | None, positions: Tensor, out: Tensor) -> Tensor:
+    """out, with grads[origins[i]] added to out[positions[i]], one i after the other."""
+    origins = torch.arange(len(positions)) if origins is None else origins
+    out = out.clone()
+    for origin, position in zip(origins.tolist(), positions.tolist(), strict=True):
+        out[position] += grads[origin]
+    return out
+
+
+def pool(
+    rows: Tensor, positions: Tensor, offsets: Tensor, weights: Tensor | None, targets: Tensor | None, out: Tensor
+) -> Tensor:
+    """out, with out[targets[b]] = the weighted sum of the rows of bag b, added up from zero in order."""
+    targets = torch.arange(len(offsets) - 1) if targets is None else targets
+    totals = []
+    for first, last in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        total = torch.zeros(out.shape[1])
+        for i in range(first, last):
+            row = rows[positions[i]].float()
+            total = total + (row if weights is None else weights[i] * row)
+        totals.append(total)
+    return out.index_copy(0, targets, torch.stack(totals)) if totals else out.clone()
+
+
+def pool_add(
+    grads: Tensor, origins: Tensor | None, positions: Tensor, offsets: Tensor, weights: Tensor | None, out: Tensor
+) -> Tensor:
+    """out, with weights[i] * grads[origins[b]] added to out[positions[i]] for every i of every bag b, in order."""
+    origins = torch.arange(len(offsets) - 1) if origins is None else origins
+    out = out.clone()
+    for origin, first, last in zip(origins.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        for i in range(first, last):
+            out[positions[i]] += grads[origin] if weights is None else weights[i] * grads[origin]
+    return out
+
+
+def first_values(seed: int, keys: Tensor, dim: int, *, normal: bool, a: float, b: float) -> Tensor:
+    """[N, dim] values that the rows of the keys are born with. `seed` is 64 bits, read as signed."""
+    golden = 0x9E3779B97F4A7C15 - 2**64
+    state = mix(keys ^ mix(torch.tensor(seed)))[:, None]
+
+    def draw(count: Tensor) -> Tensor:
+        """The count-th number in [0, 1) of each key, in steps of 2^-24."""
+        return _shifted(mix(state + golden * count), 40).float() * 2.0**-24
+
+    d = torch.arange(dim)
+    if not normal:
+        return _f32(a) + _f32(b - a) * draw(d + 1)
+    pair = d // 2
+    radius = torch.sqrt(-2.0 * torch.log(1.0 - draw(2 * pair + 1).double()))
+    angle = 2.0 * math.pi * draw(2 * pair + 2).double()
+    z = radius * torch.where(d % 2 == 1, torch.sin(angle), torch.cos(angle))
+    return (a + b * z).float()
+
+
+# -- row optimizers --------------------------------------------------------------------------------------------------
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """[N, D] -> [N]: columns 0, 8, ... in one running sum, 1, 9, ... in the next; these in pairs; then the rest."""
+    full = values.shape[1] - values.shape[1] % 8
+    lanes = torch.zeros(len(values), 8)
+    for d in range(0, full, 8):
+        lanes = lanes + values[:, d : d + 8] * values[:, d : d + 8]
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, 0::2] + lanes[:, 1::2]
+    total = lanes[:, 0]
+    for d in range(full, values.shape[1]):
+        total = total + values[:, d] * values[:, d]
+    return total
+
+
+def prepare(rows: Tensor, grads: Tensor, *, scale: float, weight_decay: float, clip: float) -> Tensor:
+    """The gradients that an optimizer's rule sees."""
+    grads = grads * _f32(scale)
+    if clip > 0:
+        norm = torch.sqrt(sum_of_squares(grads))
+        shrink = torch.where(norm > _f32(clip), _f32(clip) / norm, _f32(1))
+        grads = grads * shrink[:, None]
+    return grads + _f32(weight_decay) * rows.float() if weight_decay > 0 else grads
+
+
+def sgd(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0, clip: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """New rows and new state [N, state floats] (none here). bfloat16 rows are widened, and rounded once at the end."""
+    grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
+    return (rows.float() - _f32(lr) * grads).to(rows.dtype), state
+
+
+def adagrad(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
+    clip: float = 0.0, eps: float = 1e-10,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """state: a sum of squares per value."""
+    grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
+    state = state + grads * grads
+    return (rows.float() - _f32(lr) * grads / (torch.sqrt(state) + _f32(eps))).to(rows.dtype), state
+
+
+def rowwise_adagrad(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
+    clip: float = 0.0, eps: float = 1e-10,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """state: one sum of mean squares per row."""
+    grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
+    state = state + (sum_of_squares(grads) / _f32(grads.shape[1]))[:, None]
+    return (rows.float() - _f32(lr) / (torch.sqrt(state) + _f32(eps)) * grads).to(rows.dtype), state
+
+
+def adam(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
+    clip: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, updates: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """state: first moments, then second moments. `updates` counts the table's updates, this one included."""
+    grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
+    b1, b2, one, dim = _f32(beta1), _f32(beta2), _f32(1), grads.shape[1]
+    first = b1 * state[:, :dim] + (one - b1) * grads
+    second = b2 * state[:, dim:] + (one - b2) * grads * grads
+    corrected = float(_f32(lr)) * math.sqrt(1.0 - float(b2) ** updates) / (1.0 - float(b1) ** updates)
+    rows_after = rows.float() - _f32(corrected) * first / (torch.sqrt(second) + _f32(eps))
+    return rows_after.to(rows.dtype), torch.cat([first, second], 1)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+def touch(last_used: Tensor, uses: Tensor, positions: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """The counters of all records after a use of those at (distinct) positions."""
+    last_used, uses = last_used.clone(), uses.clone()
+    last_used[positions] = step
+    uses[positions] += 1
+    return last_used, uses
+
+
+def digest(keys: Tensor, records: Tensor, tag: int) -> tuple[int, int]:
+    """Two sums, modulo 2^64, of a hash of every (tag, key, record). Records are float32 words; `tag` is signed."""
+    words = records.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    a = mix(keys ^ tag)
+    b = mix(a + (0x9E3779B97F4A7C15 - 2**64))
+    for word in words.T:
+        a, b = mix(a ^ word), mix(b + word)
+    return int(a.sum()) % 2**64, int(b.sum()) % 2**64
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def copy_segments(source: Tensor, source_start: Tensor, target: Tensor, target_start: Tensor, counts: Tensor) -> Tensor:
+    """target, with counts[w] entries from source_start[w] on copied to target_start[w] on, for every w."""
+    target = target.clone()
+    for a, b, n in zip(source_start.tolist(), target_start.tolist(), counts.tolist(), strict=True):
+        target[b : b + n] = source[a : a + n]
+    return target
+
+
+def segment_places(counts: Tensor, start: Tensor) -> Tensor:
+    segments = [torch.arange(a, a + n) for a, n in zip(start.tolist(), counts.tolist(), strict=True)]
+    return torch.cat(segments) if segments else torch.empty(0, dtype=torch.int64)
+
+
+def mean_weights(offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """The weights with which a pooled sum is a mean; a bag whose weights sum to zero gives zeros."""
+    parts = [torch.empty(0)]
+    for first, last in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        if weights is None:
+            parts.append(torch.ones(last - first) / _f32(last - first))
+            continue
+        total = _f32(0)
+        for weight in weights[first:last]:
+            total = total + weight
+        parts.append(weights[first:last] * (1 / total if total != 0 else total))
+    return torch.cat(parts)
+
+
+class BagParts(NamedTuple):
+    """Bags cut into one part per owner. Parts and their entries are listed by owner, within an owner by bag."""
+
+    num_bags: Tensor  # [W] parts by owner
+    num_entries: Tensor  # [W] entries by owner
+    lengths: Tensor  # of each part
+    entries: Tensor  # place of each key among those sent to its owner
+    weights: Tensor  # of each entry
+    vectors: Tensor  # bag by bag, in the order in which its owners appear: where its parts' vectors will arrive
+    vector_offsets: Tensor  # [bags + 1] into vectors
+
+
+def cut_bags(
+    inverse: Tensor,
+    owner: Tensor,
+    place: Tensor,
+    key_start: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    vector_start: Tensor,
+) -> BagParts:
+    """`count_bags` and `fill_bags`. Entry i is distinct key u = inverse[i], which went to owner[u] at place[u]."""
+    world = len(key_start)
+    lengths: list[list[int]] = [[] for _ in range(world)]
+    entries: list[list[int]] = [[] for _ in range(world)]
+    entry_weights: list[list[float]] = [[] for _ in range(world)]
+    vectors, vector_offsets = [], [0]
+    for first, last in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        owner_of = [int(owner[inverse[i]]) for i in range(first, last)]
+        for w in dict.fromkeys(owner_of):  # each owner once, in order of first appearance
+            vectors.append(int(vector_start[w]) + len(lengths[w]))
+            part = [i for i, its in zip(range(first, last), owner_of, strict=True) if its == w]
+            lengths[w].append(len(part))
+            entries[w] += [int(place[inverse[i]] - key_start[w]) for i in part]
+            entry_weights[w] += [float(weights[i]) for i in part]
+        vector_offsets.append(len(vectors))
+
+    def whole(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64)
+
+    return BagParts(
+        num_bags=whole(map(len, lengths)),
+        num_entries=whole(map(len, entries)),
+        lengths=whole(chain(*lengths)),
+        entries=whole(chain(*entries)),
+        weights=torch.tensor([*chain(*entry_weights)], dtype=torch.float32),
+        vectors=whole(vectors),
+        vector_offsets=whole(vector_offsets),
+    )
+
+
+def entry_positions(entries: Tensor, counts: Tensor, key_start: Tensor, inverse: Tensor, positions: Tensor) -> Tensor:
+    """Positions of the keys that entries name; source s sent counts[s] entries, and its keys start at key_start[s]."""
+    source = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return positions[inverse[key_start[source] + entries]]

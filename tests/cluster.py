@@ -1,0 +1,94 @@
+"""A pool of worker processes that outlives single tests: importing torch costs seconds, so it is done once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 120.0
+
+
+class Failed(AssertionError):  # noqa: N818
+    """A rank raised; the text is its traceback."""
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        job = pipe.recv()
+        if job is None:
+            return
+        function, args, rank, world, store = job
+        try:
+            if world > 1:
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            pipe.send(("ok", function(*args)))
+        except BaseException as error:
+            pipe.send(("failed", (type(error).__name__, str(error), traceback.format_exc())))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Cluster:
+    """`run(world, function, *args)` calls function(*args) on `world` ranks of one process group; results by rank."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["nestpipe"])
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._runs = 0
+
+    def _grow(self, world: int) -> None:
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def outcomes(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[tuple[str, Any]]:
+        """("ok", result) or ("failed", (error type, message, traceback)) of every rank; "hung" after the timeout."""
+        self._grow(world)
+        self._runs += 1
+        store = Path(self._folder.name) / f"store-{self._runs}"
+        for rank in range(world):
+            self._workers[rank][1].send((function, args, rank, world, str(store)))
+        results: list[Any] = [("hung", None)] * world
+        waiting = {self._workers[rank][1]: rank for rank in range(world)}
+        while waiting:
+            ready = wait(list(waiting), timeout)
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    results[rank] = ("died", self._workers[rank][0].exitcode)
+            if not ready:
+                break
+        if any(kind != "ok" for kind, _ in results):
+            self.close()  # what is left of the group may be stuck; start anew next time
+        return results
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        outcomes = self.outcomes(world, function, *args)
+        for rank, (kind, value) in enumerate(outcomes):
+            if kind != "ok":
+                raise Failed(f"rank {rank} of {world} {kind}: {value[2] if kind == 'failed' else value}")
+        return [value for _, value in outcomes]
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
