@@ -4,12 +4,17 @@ from __future__ import annotations
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on. Raised on every worker, with the same message, naming rank, batch and cause."""
+    """Training cannot go on. Raised on every worker with the same message, naming rank, batch and cause.
+
+    is_ours: whether this worker has a part in the cause; the others only left because it did.
+    """
+
+    def __init__(self, message: str, *, is_ours: bool = True) -> None:
+        super().__init__(message)
+        self.is_ours = is_ours
 
 
 def describe(error: BaseException) -> str:
-    """One line: the kind of error, unless it is one of ours to the user, and what it says."""
-    text = str(error) or type(error).__name__
-    return text if type(error) in (ValueError, TrainingError) or type(error).__module__.startswith("nestpipe") else (
-        f"{type(error).__name__}: {text}"
-    )
+    """What it says; with the kind of error in front unless it was made for users to read."""
+    for_users = isinstance(error, (ValueError, TimeoutError, TrainingError)) and str(error)
+    return str(error) if for_users else f"{type(error).__name__}: {error}"

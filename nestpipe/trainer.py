@@ -305,6 +305,10 @@ class Trainer:
         sums = self._transport.sum(np.array([store.stats() for store in self._stores()], np.int64))
         return {store.table.name: StoreStats(*row) for store, row in zip(self._stores(), sums.tolist(), strict=True)}
 
+    def bytes_sent(self) -> int:
+        """Bytes of keys, rows and gradients that all workers together have sent to others so far."""
+        return int(self._transport.sum(np.array([self._transport.bytes_sent]))[0])
+
     def describe(self) -> list[str]:
         """What travels how, and what is overlapped: one line each."""
         return [

@@ -227,7 +227,7 @@ class StepOperations:
     def _leave_together(self, ctx: Context) -> None:
         messages = self.transport.gather_objects(None if ctx.error is None else describe(ctx.error))
         causes = [f"rank {rank}, batch {ctx.step}: {text}" for rank, text in enumerate(messages) if text is not None]
-        raise TrainingError("\n".join(causes)) from ctx.error
+        raise TrainingError("\n".join(causes), is_ours=ctx.error is not None) from ctx.error
 
 
 def serial_step(ops: StepOperations, ctx: Context, *, has_data: bool) -> StepResult | None:

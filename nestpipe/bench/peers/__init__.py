@@ -1,1 +1,1 @@
-"""Peers timed against nestpipe in the same worker processes. `requirements*.txt` beside this file say what to install."""
+"""Peers timed against nestpipe in the same worker processes; `requirements*.txt` here say what to install."""

@@ -12,7 +12,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # mallopt's parameter numbers
 
 
 def keep_large_blocks() -> bool:
-    """Makes glibc keep freed memory for the next tensor; call it first thing in a process. False where there is no glibc."""
+    """Makes glibc keep freed memory for the next tensor; call it first in a process. False where there is no glibc."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

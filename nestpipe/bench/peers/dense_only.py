@@ -1,4 +1,4 @@
-"""The floor under every contestant: the dense module alone, forward, backward, DDP and its optimizer, on rows made once."""
+"""The floor under every contestant: the dense module alone (forward, backward, DDP, optimizer) on rows made once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
 """TorchRec at its best on CPUs and gloo: the same tables, the same dense module, the same loss as nestpipe's Trainer.
 
-Every distributed gradient of TorchRec is averaged over the workers: DDP does it for the dense module, the backward of its
-all-to-alls for the tables. So each worker's loss is scaled by workers / global weight, and the update is the one of the
-mean over the global batch.
+Every gradient of TorchRec is averaged over the workers: DDP does it for the dense module, the backward of its all-to-alls
+for the tables. So each worker's loss is scaled by workers / global weight, and the update is the one of the mean over the
+global batch.
+
+What fails without CUDA, in TorchRec 1.8 itself: the pipelines "fused_sparse_dist" and "semi_sync" call `record_stream`
+with a CPU stream ("unknown parameter type"); in "prefetch_sparse_dist" no module is ever prefetched ("Invalid
+PrefetchPipelinedForward usage"). They stay in PIPELINES so that a later version can be tried.
 """
 
 from __future__ import annotations
@@ -42,7 +46,6 @@ except ImportError as error:
         "nestpipe/bench/peers/requirements.txt and (with --no-deps) requirements-nodeps.txt"
     ) from error
 
-# TrainPipeline classes that can be asked for. The last four are listed to show what happens: see docs of TorchRecSide.
 PIPELINES = {
     "base": "TrainPipelineBase",
     "sparse_dist": "TrainPipelineSparseDist",
@@ -57,8 +60,8 @@ SHARDINGS = ("table_wise", "column_wise", "row_wise", "planner")
 class TorchRecSide:
     """One contestant: `step()` trains on the next of the given batches, around and around.
 
-    model: what nestpipe's Trainer would get, `forward(batch, rows)`. It is trained in place: give each contestant a copy.
-    tables, features: as for the Trainer; every table needs RowwiseAdagrad with the same settings, without clip or decay.
+    model: what nestpipe's Trainer would get, `forward(batch, rows)`; trained in place: give each contestant a copy.
+    tables, features: as for the Trainer; every table needs the same RowwiseAdagrad, without clip or decay.
     rows_per_table: TorchRec's tables have a fixed number of rows; keys must lie below it.
     batches: this worker's batches; every worker needs the same number of them.
     dense_optimizer: as for the Trainer, a callable that gets the dense parameters.
@@ -119,7 +122,7 @@ class TorchRecSide:
             weight[keys[mine] - first] = values[mine, column : column + weight.shape[1]]
 
     def row_sums(self, table: str, keys: Tensor) -> Tensor:
-        """Reads the AdaGrad sums [len(keys)] beside the rows; collective. Not for column-wise tables, which have several."""
+        """Reads the AdaGrad sums [len(keys)] beside the rows; collective. Column-wise tables have several: not for them."""
         return self._read("sum", table, keys)[:, 0]
 
     def _read(self, what: str, table: str, keys: Tensor) -> Tensor:
@@ -242,7 +245,8 @@ class _Network(nn.Module):
             poolings = {feature.pooling for feature in readers}
             if len(poolings) > 1:
                 raise ValueError(
-                    f"table {table.name!r} is read with poolings {poolings}; TorchRec cannot share it: give each its own table"
+                    f"table {table.name!r} is read with poolings {poolings}, which TorchRec cannot do; "
+                    f"give each feature a table of its own"
                 )
             shape: dict[str, Any] = {
                 "name": table.name,

@@ -1,0 +1,3 @@
+from nestpipe.cli import main
+
+main()

@@ -1,0 +1,184 @@
+"""nestpipe train | evaluate | bench"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the command line and leaves with its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code = arguments.command(arguments)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nestpipe", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model described in a TOML file")
+    train.add_argument("config", type=Path, metavar="CONFIG.toml")
+    _add_workers(train)
+    train.add_argument("--schedule", help="the same as --set schedule.name=...")
+    train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                       help="overrides an entry of the config, e.g. train.steps=20")  # fmt: skip
+    train.add_argument("--out", type=Path, help="run folder (default: runs/NAME-TIME)")
+    train.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("evaluate", help="evaluate a finished run")
+    evaluate.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    _add_workers(evaluate)
+    evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
+    evaluate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    evaluate.add_argument("--json", type=Path, metavar="FILE")
+    evaluate.set_defaults(command=_evaluate)
+
+    bench = commands.add_parser("bench", help="side-by-side measurements")
+    bench.add_argument("suite", choices=["kernels", "peers"])
+    bench.add_argument("--json", type=Path, metavar="FILE")
+    bench.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes on this machine")
+    parser.add_argument("--port", type=int, default=0, help="port for the workers to meet at (default: any free one)")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from nestpipe import config, process, run
+
+    overrides = [*arguments.overrides, *([f"schedule.name={arguments.schedule}"] if arguments.schedule else [])]
+    if not process.under_launcher():
+        folder = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        # Read here first: a misspelt entry is told once, at once, and not by every worker.
+        problem = _guard(lambda: config.read(arguments.config, overrides), 0)
+        if problem:
+            return problem
+        if arguments.workers > 1:
+            passed = ["train", str(arguments.config), "--out", str(folder)]
+            passed += ["--json", str(arguments.json)] if arguments.json else []
+            return _launch(arguments, passed + [text for one in overrides for text in ("--set", one)])
+    else:
+        folder = arguments.out or Path("runs") / arguments.config.stem
+
+    def work() -> None:
+        result = run.train(config.read(arguments.config, overrides), folder=folder, json_file=arguments.json)
+        if _rank() == 0:
+            _tell(result, folder, arguments.json)
+
+    return _worker(work)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    import json
+
+    from nestpipe import config, process, run
+
+    saved = arguments.run / "config.json"
+    if not saved.is_file():
+        print(f"nestpipe: error: {arguments.run} is not a run folder: it has no config.json", file=sys.stderr)
+        return 2
+    if not process.under_launcher() and arguments.workers > 1:
+        passed = ["evaluate", str(arguments.run), "--split", arguments.split]
+        passed += ["--json", str(arguments.json)] if arguments.json else []
+        return _launch(arguments, passed + [text for one in arguments.overrides for text in ("--set", one)])
+
+    def work() -> None:
+        values = json.loads(saved.read_text())
+        for override in arguments.overrides:
+            config.override(values, override)
+        metrics = run.evaluate(config.parse(values), checkpoint=arguments.run / run.CHECKPOINT, split=arguments.split)
+        if _rank() == 0:
+            print(f"{arguments.split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            if arguments.json:
+                run.write_json(arguments.json, {"split": arguments.split, "metrics": metrics})
+
+    return _worker(work)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from nestpipe.bench import suites
+
+    return _guard(lambda: suites.run(arguments.suite, json_file=arguments.json, quick=arguments.quick), 0)
+
+
+def _launch(arguments: argparse.Namespace, passed: list[str]) -> int:
+    from nestpipe.launch import run_workers
+
+    return run_workers(passed, workers=arguments.workers, port=arguments.port)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def _worker(work: Any) -> int:
+    """Runs on each worker; an error is told by the worker that has its cause."""
+    import torch.distributed as dist
+
+    from nestpipe import process
+
+    logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.WARNING, format="%(message)s")
+    process.keep_large_blocks()
+    code = _guard(work, _rank())
+    if dist.is_initialized() and code == 0:
+        dist.destroy_process_group()
+    return code
+
+
+def _guard(work: Any, rank: int) -> int:
+    """0, or 1 after telling the user what went wrong and what to do."""
+    from nestpipe.errors import TrainingError
+
+    try:
+        work()
+    except TrainingError as error:
+        if error.is_ours:
+            print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1.0)  # leave after the one that knows the cause: the launcher ends all with the first
+        return 1
+    except ValueError as error:
+        if rank == 0 or not str(error):
+            print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except (ConnectionError, RuntimeError) as error:
+        if not _lost_contact(error):
+            raise
+        print(f"nestpipe: rank {rank} lost contact with another worker ({str(error).splitlines()[0]})", file=sys.stderr,
+              flush=True)  # fmt: skip
+        return 1
+    return 0
+
+
+def _lost_contact(error: BaseException) -> bool:
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
+    return any(sign in str(error) for sign in signs)
+
+
+def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
+    print(
+        f"{result['steps']} steps, {result['samples']:,} samples in {result['seconds']:.1f} s "
+        f"({result['samples_per_second']:,.0f} samples/s); loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
+    )
+    for name, table in result["tables"].items():
+        print(f"table {name}: {table['rows']:,} rows, {table['bytes'] / 1e6:,.1f} MB, {table['bytes_per_row']:.0f} bytes a row")
+    if result["skipped_batches"]:
+        print(f"{result['skipped_batches']} batches were skipped: something in them was not finite")
+    print("metrics: " + ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items()))
+    print(f"digest: {result['digest']}")
+    print(f"results: {folder}/result.json, curves: tensorboard --logdir {folder}, model and tables: {folder}/final")
+    if json_file is not None:
+        print(f"also written: {json_file}")

@@ -1,0 +1,375 @@
+"""A run described in TOML: sections [data] [model] [tables.NAME] [train] [schedule].
+
+`read` gives a Config of plain values, checked against what each part accepts; `build` makes the objects. An entry that
+nobody knows is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib
+import inspect
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nestpipe import data as data_sets
+from nestpipe import models
+from nestpipe.data import DATASETS
+from nestpipe.optim import OPTIMIZERS
+from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, did_you_mean
+
+MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "hstu": models.HSTU}
+DENSE_OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainSection:
+    """[train]
+
+    batch_size: samples per worker and step.
+    steps, epochs: stop after the first of the two that is given; one epoch if neither is.
+    seed: of the model, the rows and the order of data.
+    dense_optimizer, dense_lr, dense_weight_decay: of the model's own parameters.
+    on_nonfinite: "raise" or "skip".
+    eval_split, eval_batch_size: what the run is judged on at its end.
+    eval_every: steps between evaluations on "valid"; 0 means none.
+    rank_at: the k of HR@k and NDCG@k.
+    exclude_seen: leave a user's own history out of the ranking.
+    timeout: seconds a worker waits for another, or for data, before it gives up.
+    """
+
+    batch_size: int = 256
+    steps: int | None = None
+    epochs: int | None = None
+    seed: int = 0
+    dense_optimizer: str = "adam"
+    dense_lr: float = 1e-3
+    dense_weight_decay: float = 0.0
+    on_nonfinite: str = "raise"
+    eval_split: str = "test"
+    eval_batch_size: int = 256
+    eval_every: int = 0
+    rank_at: tuple[int, ...] = (10, 50)
+    exclude_seen: bool = True
+    timeout: float = 300.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class ScheduleSection:
+    """[schedule]"""
+
+    name: str = "serial"
+    micro_batches: int = 1
+
+
+@dataclasses.dataclass(kw_only=True)
+class TableSection:
+    """[tables.NAME]; NAME may have wildcards ("C*"): then every feature of the data that fits gets a table of its own.
+
+    features: names (all with `pooling`), or {name = "sequence" | "sum" | "mean"}; the table's own name if left out.
+    max_rows, evict, ttl: see Eviction. init: {normal = std} or {uniform = [low, high]}.
+    Entries of the row optimizer (lr, weight_decay, clip, eps, ...) stand beside them.
+    """
+
+    dim: int
+    optimizer: str = "rowwise_adagrad"
+    init: dict[str, Any] = dataclasses.field(default_factory=lambda: {"normal": 0.02})
+    dtype: str = "float32"
+    tier: str = "memory"
+    admit_after: int = 1
+    max_rows: int | None = None
+    evict: str = "lru"
+    ttl: int | None = None
+    pooled_at: str = "auto"
+    features: list[str] | dict[str, str] | None = None
+    pooling: str = "sequence"
+
+
+@dataclasses.dataclass
+class Config:
+    """Plain values, as TOML or JSON holds them."""
+
+    data: dict[str, Any]
+    model: dict[str, Any]
+    tables: dict[str, dict[str, Any]]
+    train: TrainSection
+    schedule: ScheduleSection
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The file with `--set key=value` entries applied on top."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error.strerror or error}") from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    for one in overrides:
+        override(values, one)
+    return parse(values)
+
+
+def parse(values: Mapping[str, Any]) -> Config:
+    """Checks sections and entries; raises ValueError with the nearest known name."""
+    known = [field.name for field in dataclasses.fields(Config)]
+    for section, content in values.items():
+        if section not in known:
+            raise ValueError(f"config: section [{section}], {did_you_mean(section, known)}")
+        if not isinstance(content, Mapping):
+            raise ValueError(f"config: {section} must be a section, got {content!r}")
+    for section in ("data", "model", "tables"):
+        if not values.get(section):
+            raise ValueError(f"config: section [{section}] is missing; see examples/demo.toml")
+    data, model, tables = (dict(values[section]) for section in ("data", "model", "tables"))
+    _check_arguments("data", data, _dataset_class(data))
+    _check_arguments("model", model, _model_class(model))
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ValueError(f"config: tables.{name} must be a section [tables.{name}], got {table!r}")
+        _table_parts(name, table)
+    return Config(
+        data,
+        model,
+        tables,
+        _section(TrainSection, "train", values.get("train", {})),
+        _section(ScheduleSection, "schedule", values.get("schedule", {})),
+    )
+
+
+@dataclasses.dataclass
+class Built:
+    """The objects a Config describes."""
+
+    data: data_sets.Dataset
+    model: nn.Module
+    tables: list[Table]
+    features: list[Feature]
+    dense_optimizer: Any
+
+
+def build(config: Config) -> Built:
+    data_class = _dataset_class(config.data)
+    data = data_class(**_without_kind(config.data))
+    tables, features = _tables(config, data.features)
+    model = _model(config, data, tables, features)
+    make = DENSE_OPTIMIZERS[config.train.dense_optimizer]
+
+    def dense_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return make(parameters, lr=config.train.dense_lr, weight_decay=config.train.dense_weight_decay)
+
+    return Built(data, model, tables, features, dense_optimizer)
+
+
+# -- sections --------------------------------------------------------------------------------------------------------
+
+
+def override(values: dict[str, Any], text: str) -> None:
+    key, sign, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not sign or len(parts) < 2 or not all(parts):
+        raise ValueError(f"--set {text!r}: write it as section.entry=value, for example --set train.steps=20")
+    try:
+        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()  # a string without quotes, as one types it in a shell
+    place = values
+    for part in parts[:-1]:
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise ValueError(f"--set {text!r}: {part!r} is not a section")
+    place[parts[-1]] = value
+
+
+def _section(kind: type[Any], name: str, values: Mapping[str, Any]) -> Any:
+    hints = {field.name: field for field in dataclasses.fields(kind)}
+    checked = {}
+    for entry, value in values.items():
+        if entry not in hints:
+            raise ValueError(f"config: {name}.{entry}, {did_you_mean(entry, list(hints))}")
+        checked[entry] = _typed(f"{name}.{entry}", value, str(hints[entry].type))
+    missing = [
+        field.name
+        for field in hints.values()
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in checked
+    ]
+    if missing:
+        raise ValueError(f"config: {name}.{missing[0]} is missing")
+    section = kind(**checked)
+    if isinstance(section, TrainSection) and section.dense_optimizer not in DENSE_OPTIMIZERS:
+        near = did_you_mean(section.dense_optimizer, list(DENSE_OPTIMIZERS))
+        raise ValueError(f"config: train.dense_optimizer {section.dense_optimizer!r}, {near}")
+    return section
+
+
+def _typed(name: str, value: Any, hint: str) -> Any:
+    """Values against the simple types of our sections; an int is fine where a float is asked for."""
+    kinds = [part.strip() for part in hint.split("|")]
+    tests = {
+        "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
+        "float": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
+        "str": lambda v: isinstance(v, str),
+        "bool": lambda v: isinstance(v, bool),
+        "None": lambda v: v is None,
+        "tuple[int, ...]": lambda v: isinstance(v, (list, tuple)) and all(isinstance(one, int) for one in v),
+        "list[str]": lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v),
+    }
+    for kind in kinds:
+        test = tests.get(kind, lambda v: isinstance(v, dict))
+        if test(value):
+            return tuple(value) if kind.startswith("tuple") else value
+    wanted = hint.replace("tuple[int, ...]", "list of int").replace(" | None", "")
+    raise ValueError(f"config: {name} must be {wanted}, got {value!r}")
+
+
+def _dataset_class(data: Mapping[str, Any]) -> type[Any]:
+    return _by_kind("data", data, DATASETS)
+
+
+def _model_class(model: Mapping[str, Any]) -> type[nn.Module]:
+    kind = model.get("kind")
+    if isinstance(kind, str) and ":" in kind:
+        module, _, name = kind.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"config: model.kind {kind!r} cannot be imported: {error}") from error
+    return _by_kind("model", model, MODELS)
+
+
+def _by_kind(section: str, values: Mapping[str, Any], known: Mapping[str, type[Any]]) -> type[Any]:
+    kind = values.get("kind")
+    if kind is None:
+        raise ValueError(f"config: {section}.kind is missing; one of {', '.join(sorted(known))}")
+    if kind not in known:
+        raise ValueError(f"config: {section}.kind {kind!r}, {did_you_mean(str(kind), list(known))}")
+    return known[kind]
+
+
+def _without_kind(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != "kind"}
+
+
+def _check_arguments(section: str, values: Mapping[str, Any], kind: type[Any]) -> None:
+    known = list(inspect.signature(kind).parameters)
+    for name in _without_kind(values):
+        if name not in known:
+            raise ValueError(f"config: {section}.{name}, {did_you_mean(name, known)}")
+
+
+# -- tables and the model --------------------------------------------------------------------------------------------
+
+
+def _table_parts(name: str, values: Mapping[str, Any]) -> tuple[TableSection, dict[str, Any]]:
+    """The entries of [tables.NAME] that describe the table, and those of its row optimizer."""
+    optimizer = values.get("optimizer", TableSection.optimizer)
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"config: tables.{name}.optimizer {optimizer!r}, {did_you_mean(str(optimizer), list(OPTIMIZERS))}")
+    settings = [field.name for field in dataclasses.fields(OPTIMIZERS[optimizer])]
+    own = [field.name for field in dataclasses.fields(TableSection)]
+    for entry in values:
+        if entry not in settings and entry not in own:
+            raise ValueError(f"config: tables.{name}.{entry}, {did_you_mean(entry, own + settings)}")
+    table = _section(TableSection, f"tables.{name}", {k: v for k, v in values.items() if k in own})
+    return table, {k: v for k, v in values.items() if k in settings}
+
+
+def _tables(config: Config, data_features: Sequence[str]) -> tuple[list[Table], list[Feature]]:
+    tables, features = [], []
+    for pattern, values in config.tables.items():
+        section, settings = _table_parts(pattern, values)
+        wild = any(c in pattern for c in "*?[")
+        names = fnmatch.filter(data_features, pattern) if wild else [pattern]
+        if not names:
+            raise ValueError(f"config: tables.{pattern!r} fits no feature of the data, which has {', '.join(data_features)}")
+        for name in names:
+            tables.append(_table(name, section, settings))
+            features.extend(_features(name, section, data_features))
+    return tables, features
+
+
+def _table(name: str, section: TableSection, settings: dict[str, Any]) -> Table:
+    if section.dtype not in DTYPES:
+        raise ValueError(f"config: tables.{name}.dtype {section.dtype!r}, {did_you_mean(section.dtype, list(DTYPES))}")
+    eviction = None
+    if section.max_rows is not None or section.ttl is not None:
+        eviction = Eviction(max_rows=section.max_rows, policy=section.evict, ttl=section.ttl)
+    match section.init:
+        case {"normal": float() | int() as std}:
+            init: Normal | Uniform = Normal(std)
+        case {"uniform": [low, high]}:
+            init = Uniform(low, high)
+        case _:
+            raise ValueError(
+                f"config: tables.{name}.init must be {{normal = std}} or {{uniform = [low, high]}}, got {section.init!r}"
+            )
+    return Table(
+        name,
+        section.dim,
+        optimizer=OPTIMIZERS[section.optimizer](**settings),
+        init=init,
+        dtype=DTYPES[section.dtype],
+        tier=section.tier,
+        admit_after=section.admit_after,
+        eviction=eviction,
+        pooled_at=section.pooled_at,
+    )
+
+
+def _features(table: str, section: TableSection, data_features: Sequence[str]) -> list[Feature]:
+    wanted = section.features or [table]
+    pairs = list(wanted.items()) if isinstance(wanted, dict) else [(name, section.pooling) for name in wanted]
+    features = []
+    for name, pooling in pairs:
+        if name not in data_features:
+            raise ValueError(f"config: tables.{table}: feature {name!r} of the data, {did_you_mean(name, data_features)}")
+        if pooling not in ("sequence", "sum", "mean"):
+            near = did_you_mean(str(pooling), ["sequence", "sum", "mean"])
+            raise ValueError(f"config: tables.{table}: pooling {pooling!r} of feature {name!r}, {near}")
+        features.append(Feature(name, table, None if pooling == "sequence" else pooling))
+    return features
+
+
+def _model(config: Config, data: data_sets.Dataset, tables: list[Table], features: list[Feature]) -> nn.Module:
+    """The model; `dim`, `features` and `num_dense` follow from tables and data unless given."""
+    kind = _model_class(config.model)
+    arguments = _without_kind(config.model)
+    accepted = inspect.signature(kind).parameters
+    dims = {table.dim for table in tables}
+    if "dim" in accepted and "dim" not in arguments and len(dims) == 1:
+        arguments["dim"] = dims.pop()
+    if "features" in accepted and "features" not in arguments:
+        arguments["features"] = [feature.name for feature in features]
+    if "num_dense" in accepted and "num_dense" not in arguments:
+        first = next(data.batches("train", batch_size=1, rank=0, world=1, seed=0))
+        dense = first.dense.get("dense")
+        arguments["num_dense"] = dense.shape[1] if isinstance(dense, torch.Tensor) else 0
+    missing = [
+        name
+        for name, parameter in accepted.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and name not in arguments
+    ]
+    if missing:
+        raise ValueError(f"config: model.{missing[0]} is missing")
+    torch.manual_seed(config.train.seed)
+    return kind(**arguments)

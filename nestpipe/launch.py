@@ -1,0 +1,54 @@
+"""Starting N workers on this machine: torch's elastic launcher, the cores divided among them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+
+def run_workers(arguments: Sequence[str], *, workers: int, port: int) -> int:
+    """Runs `python -m nestpipe ARGUMENTS` as `workers` processes of one group; returns an exit code.
+
+    The first worker to fail ends the others. port 0 takes any free one.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if port and not _is_free(port):
+        print(f"nestpipe: error: port in use: {port} is taken by another program; choose another --port, or leave it out",
+              file=sys.stderr)  # fmt: skip
+        return 1
+    threads = max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        run_id=str(uuid.uuid4()),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "nestpipe", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"was ended by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "stopped"
+        print(f"nestpipe: worker {rank} {how}; all {workers} workers have left", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("localhost", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,191 @@
+"""One run from a config: data, trainer, curves, evaluation, result."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nestpipe.batch import Batch
+from nestpipe.config import Built, Config, build
+from nestpipe.engine.step import StepResult
+from nestpipe.metrics import AUC, NormalizedEntropy
+from nestpipe.process import join_group
+from nestpipe.trainer import Trainer
+
+CHECKPOINT = "final"
+
+
+def make_trainer(config: Config) -> tuple[Trainer, Built]:
+    join_group(config.train.timeout)
+    built = build(config)
+    trainer = Trainer(
+        built.model,
+        built.tables,
+        built.features,
+        dense_optimizer=built.dense_optimizer,
+        schedule=config.schedule.name,
+        micro_batches=config.schedule.micro_batches,
+        seed=config.train.seed,
+        on_nonfinite=config.train.on_nonfinite,
+        data_timeout=config.train.timeout,
+    )
+    # After the model was built: from here on every rank draws its own dropout.
+    torch.manual_seed(config.train.seed * 65_537 + trainer.rank)
+    return trainer, built
+
+
+def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, Any]:
+    """Trains, evaluates, saves; returns what `--json` writes."""
+    trainer, built = make_trainer(config)
+    first = trainer.rank == 0
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", config.to_dict())
+    curves = Curves(folder, enabled=first, steps=config.train.steps)
+    validate = config.train.eval_every
+
+    def on_step(result: StepResult) -> None:
+        curves.step(result)
+        if validate and trainer.steps % validate == 0:
+            curves.metrics("valid", evaluate_split(trainer, built, config, "valid"), trainer.steps)
+
+    try:
+        fitted = trainer.fit(_epochs(config, built, trainer), steps=config.train.steps, on_step=on_step)
+        curves.close_bar()
+        metrics = evaluate_split(trainer, built, config, config.train.eval_split)
+        curves.metrics(config.train.eval_split, metrics, trainer.steps)
+    finally:
+        curves.close()
+    trainer.save(_fresh(folder / CHECKPOINT, trainer.steps))
+    digest, stats, sent = trainer.digest(), trainer.table_stats(), trainer.bytes_sent()
+    result = {
+        "schedule": config.schedule.name,
+        "workers": trainer.world,
+        "steps": fitted.steps,
+        "samples": fitted.samples,
+        "seconds": fitted.seconds,
+        "samples_per_second": fitted.samples_per_second,
+        "first_loss": fitted.first_loss,
+        "last_loss": fitted.last_loss,
+        "skipped_batches": fitted.skipped,
+        "metrics": metrics,
+        "digest": digest,
+        "bytes_sent": sent,
+        "tables": {name: {**one._asdict(), "bytes_per_row": one.bytes_per_row} for name, one in stats.items()},
+    }
+    if first:
+        write_json(folder / "result.json", result)
+        if json_file is not None:
+            write_json(json_file, result)
+    return result
+
+
+def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float]:
+    trainer, built = make_trainer(config)
+    trainer.load(checkpoint)
+    return evaluate_split(trainer, built, config, split)
+
+
+def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -> dict[str, float]:
+    """HR@k and NDCG@k for a model that ranks candidates, AUC and normalized entropy for one that predicts clicks."""
+    settings = config.train
+    batches = built.data.batches(
+        split, batch_size=settings.eval_batch_size, rank=trainer.rank, world=trainer.world, seed=settings.seed
+    )
+    if hasattr(built.model, "score") and hasattr(built.data, "candidates"):
+        history = getattr(built.model, "history", "history")
+        table = next(feature.table for feature in built.features if feature.name == history)
+        return trainer.evaluate_ranking(
+            batches,
+            table=table,
+            candidates=built.data.candidates(),
+            ks=settings.rank_at,
+            history=history,
+            exclude_seen=settings.exclude_seen,
+        )
+    return trainer.evaluate(batches, {"AUC": AUC(), "NE": NormalizedEntropy()})
+
+
+def _epochs(config: Config, built: Built, trainer: Trainer) -> Iterator[Batch]:
+    settings = config.train
+    epochs = settings.epochs or (1 if settings.steps is None else None)
+    for epoch in itertools.count() if epochs is None else range(epochs):
+        empty = True
+        for batch in built.data.batches(
+            "train",
+            batch_size=settings.batch_size,
+            rank=trainer.rank,
+            world=trainer.world,
+            seed=settings.seed,
+            epoch=epoch,
+        ):
+            empty = False
+            yield batch
+        if empty:
+            return  # this rank's share is empty; it takes part without data
+
+
+def _fresh(path: Path, step: int) -> Path:
+    return path if not path.exists() else path.with_name(f"{path.name}-{step}-{time.time_ns()}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
+class Curves:
+    """Progress on the terminal and curves for TensorBoard, on one rank."""
+
+    def __init__(self, folder: Path, *, enabled: bool, steps: int | None) -> None:
+        self._bar: tqdm | None = None
+        self._writer: Any = None
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._live = sys.stderr.isatty()
+        self._bar = tqdm(total=steps, unit="step", mininterval=0.2 if self._live else 10.0, dynamic_ncols=True)
+        self._samples, self._since, self._shown = 0, time.perf_counter(), 0.0
+
+    def step(self, result: StepResult) -> None:
+        if self._bar is None:
+            return
+        self._samples += result.samples
+        now = time.perf_counter()
+        if now - self._shown > 0.2:
+            rate = self._samples / max(1e-9, now - self._since)
+            self._bar.set_postfix_str(f"loss {result.loss:.4f}, {rate:,.0f} samples/s", refresh=False)
+            self._writer.add_scalar("train/loss", result.loss, result.step)
+            self._writer.add_scalar("train/samples_per_second", rate, result.step)
+            self._shown, self._since, self._samples = now, now, 0
+        self._bar.update(1)
+
+    def metrics(self, split: str, metrics: dict[str, float], step: int) -> None:
+        if self._writer is None:
+            return
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"{split}/{name}", value, step)
+        text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        tqdm.write(f"step {step}, {split}: {text}")
+
+    def close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def close(self) -> None:
+        self.close_bar()
+        if self._writer is not None:
+            self._writer.close()

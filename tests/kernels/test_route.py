@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestpipe.kernels import reference
+from nestpipe.kernels.keys import Deduplicator, bucket
+from nestpipe.kernels.route import (
+    copy_segments, count_bags, entry_positions, fill_bags, mean_weights, segment_places,
+)  # fmt: skip
+from nestpipe.kernels.rows import NONE, ONES, pool, rows_of
+from tests.kernels.cases import few, floats, int64, same_bits, seeds
+
+
+def starts(counts: np.ndarray) -> np.ndarray:
+    return np.cumsum(counts) - counts
+
+
+@given(seeds, st.integers(0, 5))
+@few
+def test_copy_segments_equals_the_reference(seed: int, world: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 5, world)
+    source, target = rng.integers(0, 99, 40), rng.integers(0, 99, 40)
+    order = rng.permutation(world)
+    target_start = np.empty(world, np.int64)
+    target_start[order] = starts(counts[order]) + 3  # segments land in another order, without overlapping
+    source_start = rng.integers(0, 30, world)
+    expected = reference.copy_segments(*map(torch.from_numpy, (source, source_start, target, target_start, counts)))
+    copy_segments(source, source_start, target, target_start, counts)
+    assert target.tolist() == expected.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 100)), max_size=6))
+@few
+def test_segment_places_equals_the_reference(segments: list[tuple[int, int]]) -> None:
+    counts, start = int64([n for n, _ in segments]), int64([a for _, a in segments])
+    out = np.full(counts.sum(), -9, np.int32)
+    segment_places(counts, start, out)
+    assert out.tolist() == reference.segment_places(torch.from_numpy(counts), torch.from_numpy(start)).tolist()
+
+
+@given(seeds, st.booleans(), st.integers(0, 3))
+@few
+def test_mean_weights_equal_the_reference_bit_for_bit(seed: int, weighted: bool, first: int) -> None:
+    rng = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 5, 6))]).astype(np.int64)
+    weights = floats(rng, offsets[-1]) if weighted else ONES
+    out = np.full(first + offsets[-1] + 1, 77, np.float32)
+    mean_weights(offsets, weights, first, out)
+    expected = reference.mean_weights(torch.from_numpy(offsets), torch.from_numpy(weights) if weighted else None)
+    assert same_bits(out[first:-1], expected)
+    assert (out[:first] == 77).all()
+    assert out[-1] == 77
+
+
+@pytest.mark.parametrize(
+    ("weights", "mean"), [([], [0.5, 0.5, 1.0]), ([1, 3, 8], [0.25, 0.75, 1]), ([2, -2, 5], [0, 0, 1])]
+)
+def test_mean_weights_sum_to_one_in_each_bag_or_are_zero(weights: list[float], mean: list[float]) -> None:
+    out = np.empty(3, np.float32)
+    mean_weights(int64([0, 2, 2, 3]), np.array(weights, np.float32), 0, out)
+    assert out.tolist() == mean
+
+
+class Cut:
+    """Random bags of keys, deduplicated, bucketed and cut by the kernels."""
+
+    def __init__(self, seed: int, world: int, *, weighted: bool = True) -> None:
+        rng = np.random.default_rng(seed)
+        self.offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 5, rng.integers(0, 9)))]).astype(np.int64)
+        self.keys = rng.integers(-10, 10, self.offsets[-1])
+        n = len(self.keys)
+        unique, self.inverse = np.empty(n, np.int64), np.empty(n, np.int32)
+        unique = unique[: Deduplicator()(self.keys, unique, self.inverse)]
+        self.owner, self.place = np.empty(len(unique), np.int32), np.empty(len(unique), np.int32)
+        self.counts, self.bucketed = np.empty(world, np.int64), np.empty(len(unique), np.int64)
+        bucket(unique, world, self.owner, self.counts, np.empty(world, np.int64), self.bucketed, self.place)
+        self.key_start = starts(self.counts)
+        self.weights = rng.integers(-3, 4, n).astype(np.float32) if weighted else ONES
+
+        self.num_bags, self.num_entries = np.full(world, 99, np.int64), np.full(world, 99, np.int64)
+        count_bags(self.inverse, self.owner, self.offsets, np.empty(world, np.int64), self.num_bags, self.num_entries)
+        # As if another table's vectors lay between those of the workers.
+        self.vector_start = starts(self.num_bags + 2)
+        total = int(self.num_bags.sum())
+        self.lengths, self.vectors = np.full(total, -9, np.int32), np.full(total, -9, np.int32)
+        self.entries = np.full(n, -9, np.int32)
+        self.entry_weights = np.full(len(self.weights), np.nan, np.float32)
+        self.vector_offsets = np.full(len(self.offsets), -9, np.int64)
+        fill_bags(
+            self.inverse, self.owner, self.place, self.key_start, self.offsets, self.weights, starts(self.num_bags),
+            starts(self.num_entries), self.vector_start.copy(), np.empty(world, np.int64),
+            self.lengths, self.entries, self.entry_weights, self.vectors, self.vector_offsets,
+        )  # fmt: skip
+
+
+@given(seeds, st.integers(1, 5), st.booleans())
+@few
+def test_count_and_fill_bags_equal_the_reference(seed: int, world: int, weighted: bool) -> None:
+    cut = Cut(seed, world, weighted=weighted)
+    weights = cut.weights if weighted else np.ones(len(cut.keys), np.float32)
+    arrays = (cut.inverse, cut.owner, cut.place, cut.key_start, cut.offsets, weights, cut.vector_start)
+    expected = reference.cut_bags(*map(torch.from_numpy, arrays))
+    for name in ("num_bags", "num_entries", "lengths", "entries", "vectors", "vector_offsets"):
+        assert getattr(cut, name).tolist() == getattr(expected, name).tolist(), name
+    if weighted:
+        assert same_bits(cut.entry_weights, expected.weights)
+
+
+@given(seeds, st.integers(1, 5))
+@few
+def test_pooling_the_parts_and_then_the_vectors_is_pooling_the_bags(seed: int, world: int) -> None:
+    cut = Cut(seed, world)
+    rng = np.random.default_rng(seed)
+    rows_by_key = {key: rng.integers(-9, 9, 3).astype(np.float32) for key in range(-10, 10)}  # exact in any order
+    sent = np.full((int((cut.num_bags + 2).sum()), 3), np.nan, np.float32)
+    part_start, entry_start = starts(cut.num_bags), starts(cut.num_entries)
+    for w in range(world):
+        owned = cut.bucketed[cut.key_start[w] :][: cut.counts[w]]
+        values = np.array([rows_by_key[key] for key in owned.tolist()], np.float32).reshape(len(owned), 3)
+        parts = cut.lengths[part_start[w] :][: cut.num_bags[w]]
+        mine = slice(entry_start[w], entry_start[w] + cut.num_entries[w])
+        offsets = np.concatenate([[0], np.cumsum(parts)]).astype(np.int64)
+        targets = np.arange(cut.vector_start[w], cut.vector_start[w] + cut.num_bags[w])
+        pool(rows_of(values), cut.entries[mine], offsets, cut.entry_weights[mine], targets, sent)
+    pooled = np.full((len(cut.offsets) - 1, 3), np.nan, np.float32)
+    pool(rows_of(sent), cut.vectors, cut.vector_offsets, ONES, NONE, pooled)
+    for b, (first, last) in enumerate(zip(cut.offsets[:-1], cut.offsets[1:], strict=True)):
+        expected = sum((cut.weights[i] * rows_by_key[int(cut.keys[i])] for i in range(first, last)), np.zeros(3))
+        assert pooled[b].tolist() == expected.tolist()
+
+
+@given(seeds, st.integers(1, 4))
+@few
+def test_entry_positions_equal_the_reference(seed: int, sources: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys_of = rng.integers(1, 6, sources)
+    counts, key_start = rng.integers(0, 7, sources), starts(keys_of)
+    inverse = rng.integers(0, 4, keys_of.sum()).astype(np.int32)
+    entries = np.concatenate([rng.integers(0, k, n) for k, n in zip(keys_of, counts, strict=True)]).astype(np.int32)
+    positions, out = rng.permutation(100)[:4].astype(np.int64), np.full(len(entries), -9, np.int64)
+    entry_positions(entries, counts, key_start, inverse, positions, out)
+    expected = reference.entry_positions(*map(torch.from_numpy, (entries, counts, key_start, inverse, positions)))
+    assert out.tolist() == expected.tolist()

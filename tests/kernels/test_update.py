@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestpipe.kernels import reference, update
+from tests.kernels.cases import Records, few, floats, int64, same_bits, seeds
+
+OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
+
+
+def state_floats(name: str, dim: int) -> int:
+    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim}[name]
+
+
+def run_kernel(name: str, records: Records, positions: np.ndarray, grads: np.ndarray, **settings: float) -> None:
+    """Calls the kernel as the store does: settings as float32, in its order."""
+    given = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "clip": 0.0} | settings
+    order = ["scale", "lr", "weight_decay", "clip"]
+    if name == "adam":
+        order += ["beta1", "beta2", "eps"]
+        given = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | given
+    elif name != "sgd":
+        order += ["eps"]
+        given = {"eps": 1e-10} | given
+    last = [int(given.get("updates", 1))] if name == "adam" else []
+    row = np.full(records.dim, np.nan, np.float32)
+    getattr(update, name)(records.rows, positions, grads, row, *(np.float32(given[s]) for s in order), *last)
+
+
+# lr and the like as powers of two would hide a missing rounding; these do not.
+settings_of_all = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.0, 0.1, 0.037]),
+        "scale": st.sampled_from([1.0, 1 / 3, 0.01]),
+        "weight_decay": st.sampled_from([0.0, 0.013]),
+        "clip": st.sampled_from([0.0, 0.7, 1e6]),
+    }
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(
+    seed=seeds, dim=st.integers(1, 19), n=st.integers(0, 12), half=st.booleans(), settings=settings_of_all,
+    updates=st.integers(1, 2000),
+)  # fmt: skip
+@few
+def test_optimizer_equals_the_reference_bit_for_bit(name, seed, dim, n, half, settings, updates) -> None:
+    rng = np.random.default_rng(seed)
+    if name == "adam":
+        settings = settings | {"updates": updates, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6}
+    elif name != "sgd":
+        settings = settings | {"eps": 1e-5}
+    rows = torch.from_numpy(floats(rng, 15, dim)).to(torch.bfloat16 if half else torch.float32)
+    state = torch.from_numpy(floats(rng, 15, state_floats(name, dim))).abs()
+    records = Records(rows, state, shift=1, spare=1)
+    positions, grads = rng.permutation(15)[:n].astype(np.int64), floats(rng, n, dim)
+    expected_rows, expected_state = rows.clone(), state.clone()
+    expected_rows[positions], expected_state[positions] = getattr(reference, name)(
+        rows[positions], state[positions], torch.from_numpy(grads.copy()), **settings
+    )
+    run_kernel(name, records, positions, grads, **settings)
+    assert same_bits(records.values, expected_rows)  # rows that were not touched included
+    assert same_bits(records.state, expected_state)
+    assert not records.words[:, -1].any()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_five_steps_equal_the_optimizer_of_torch(name: str, weight_decay: float) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(6, 10)
+    state = torch.full((6, state_floats(name, 10)), 0.25 if name == "adagrad" else 0.0)
+    records = Records(start, state)
+    parameter = torch.nn.Parameter(start.clone())
+    make = {
+        "sgd": lambda: torch.optim.SGD([parameter], lr=0.1, weight_decay=weight_decay),
+        "adagrad": lambda: torch.optim.Adagrad(
+            [parameter], lr=0.1, weight_decay=weight_decay, initial_accumulator_value=0.25
+        ),
+        # All rows are touched in every step, where lazy Adam is Adam.
+        "adam": lambda: torch.optim.Adam([parameter], lr=0.1, weight_decay=weight_decay),
+    }
+    peer = make[name]()
+    for step in range(1, 6):
+        grads = torch.randn(6, 10)
+        parameter.grad = grads.clone()
+        peer.step()
+        more = {"updates": step} if name == "adam" else {}
+        run_kernel(name, records, np.arange(6), grads.numpy(), lr=0.1, weight_decay=weight_decay, **more)
+        # Adam's eps enters before the bias correction here, as in SparseAdam, and after it in torch.optim.Adam.
+        torch.testing.assert_close(records.values, parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_adam_equals_sparse_adam_when_rows_come_and_go() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(6, 4)
+    records, parameter = Records(start, torch.zeros(6, 8)), torch.nn.Parameter(start.clone())
+    peer = torch.optim.SparseAdam([parameter], lr=0.05, eps=1e-3)
+    for step, touched in enumerate([[0, 1], [1, 5], [2], [0, 1, 2, 3], [5]], start=1):
+        grads = torch.randn(len(touched), 4)
+        parameter.grad = torch.sparse_coo_tensor(torch.tensor([touched]), grads, (6, 4))
+        peer.step()
+        run_kernel("adam", records, int64(touched), grads.clone().numpy(), lr=0.05, eps=1e-3, updates=step)
+    torch.testing.assert_close(records.values, parameter.data, rtol=1e-5, atol=1e-6)
+    assert same_bits(records.values[4], start[4])
+
+
+def test_rowwise_adagrad_by_hand() -> None:
+    records = Records(torch.tensor([[1.0, 1.0]]), torch.tensor([[1.5]]))
+    run_kernel("rowwise_adagrad", records, int64([0]), np.array([[3.0, 4.0]], np.float32), lr=0.5, eps=0.25)
+    # 1.5 + (9 + 16) / 2 = 14; the step is 0.5 / (sqrt(14) + 0.25)
+    step = 0.5 / (14**0.5 + 0.25)
+    assert records.state.item() == 14
+    torch.testing.assert_close(records.values, torch.tensor([[1 - 3 * step, 1 - 4 * step]]))
+
+
+def test_clipping_shortens_a_long_gradient_to_the_limit_and_leaves_a_short_one() -> None:
+    records = Records(torch.zeros(2, 2))
+    run_kernel("sgd", records, int64([0, 1]), np.array([[30.0, 40.0], [0.3, 0.4]], np.float32), lr=1.0, clip=5.0)
+    torch.testing.assert_close(records.values, torch.tensor([[-3.0, -4.0], [-0.3, -0.4]]))
+
+
+def test_the_gradient_is_scaled_before_it_is_clipped_and_decay_comes_after() -> None:
+    records = Records(torch.tensor([[10.0, 0.0]]))
+    grads = np.array([[60.0, 80.0]], np.float32)
+    run_kernel("sgd", records, int64([0]), grads, lr=1.0, scale=0.1, clip=5.0, weight_decay=0.5)
+    torch.testing.assert_close(records.values, torch.tensor([[10 - 3 - 5.0, -4.0]]))
+
+
+def test_a_bfloat16_row_is_rounded_to_the_nearest_once() -> None:
+    # The spacing of bfloat16 at 1 is 2^-7. A step of 3/4 of it moves the row by one, a step of 1/4 leaves it.
+    records = Records(torch.ones(2, 1, dtype=torch.bfloat16))
+    run_kernel("sgd", records, int64([0, 1]), np.array([[-0.75], [-0.25]], np.float32) * 2.0**-7, lr=1.0)
+    assert records.values.tolist() == [[1 + 2.0**-7], [1.0]]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_zero_gradient_leaves_a_newborn_row_alone(name: str) -> None:
+    records = Records(torch.ones(1, 3), torch.zeros(1, state_floats(name, 3)))
+    run_kernel(name, records, int64([0]), np.zeros((1, 3), np.float32), clip=1.0)
+    assert records.values.tolist() == [[1, 1, 1]]
