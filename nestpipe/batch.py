@@ -140,7 +140,9 @@ class Batch:
         return cls({name: Jagged.from_lists([]) for name in feature_names})
 
     @classmethod
-    def from_kjt(cls, kjt: Any, *, dense: Mapping[str, Tensor | Jagged] | None = None, labels: Tensor | None = None) -> Batch:
+    def from_kjt(
+        cls, kjt: Any, *, dense: Mapping[str, Tensor | Jagged] | None = None, labels: Tensor | None = None
+    ) -> Batch:
         """Takes a TorchRec KeyedJaggedTensor; reads it through `keys()` and the JaggedTensors of `kjt[name]`."""
         keys = {}
         for name in kjt.keys():  # noqa: SIM118  (a KeyedJaggedTensor is not a mapping)
@@ -205,7 +207,9 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
 def _check_jagged(what: str, jagged: Jagged, size: int) -> None:
     offsets = jagged.offsets
     if offsets.dtype != torch.int64 or offsets.ndim != 1 or len(offsets) == 0:
-        raise ValueError(f"{what}: offsets must be a 1-d int64 tensor of B + 1 entries, got {offsets.dtype} {tuple(offsets.shape)}")
+        raise ValueError(
+            f"{what}: offsets must be a 1-d int64 tensor of B + 1 entries, got {offsets.dtype} {tuple(offsets.shape)}"
+        )
     if len(jagged) != size:
         raise ValueError(f"{what} has {len(jagged)} samples, the batch has {size}")
     if int(offsets[0]) != 0 or int(offsets[-1]) != len(jagged.values):

@@ -44,7 +44,10 @@ def save(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
         _save_table(partial / _table_file(store, transport.rank, transport.world), store)
     transport.gather_objects(None)
     if transport.rank == 0:
-        save_tensors({k: v.detach().cpu().contiguous() for k, v in dense.model.state_dict().items()}, partial / "dense.safetensors")
+        save_tensors(
+            {k: v.detach().cpu().contiguous() for k, v in dense.model.state_dict().items()},
+            partial / "dense.safetensors",
+        )
         if dense.optimizer is not None:
             _save_optimizer(partial, dense.optimizer)
         manifest = {"format": FORMAT, "step": step, "world": transport.world, "tables": [_declared(s) for s in stores]}
@@ -76,7 +79,9 @@ def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
     if dense.optimizer is not None:
         _load_optimizer(path, dense.optimizer)
     for store in stores:
-        parts = [_load_table(path / _table_file(store, w, manifest["world"]), transport) for w in range(manifest["world"])]
+        parts = [
+            _load_table(path / _table_file(store, w, manifest["world"]), transport) for w in range(manifest["world"])
+        ]
         joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         store.restore(
             (joined["keys"], joined["records"]),

@@ -174,7 +174,9 @@ def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
         f"({result['samples_per_second']:,.0f} samples/s); loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
     )
     for name, table in result["tables"].items():
-        print(f"table {name}: {table['rows']:,} rows, {table['bytes'] / 1e6:,.1f} MB, {table['bytes_per_row']:.0f} bytes a row")
+        print(
+            f"table {name}: {table['rows']:,} rows, {table['bytes'] / 1e6:,.1f} MB, {table['bytes_per_row']:.0f} bytes a row"
+        )
     if result["skipped_batches"]:
         print(f"{result['skipped_batches']} batches were skipped: something in them was not finite")
     print("metrics: " + ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items()))

@@ -282,7 +282,9 @@ def _table_parts(name: str, values: Mapping[str, Any]) -> tuple[TableSection, di
     """The entries of [tables.NAME] that describe the table, and those of its row optimizer."""
     optimizer = values.get("optimizer", TableSection.optimizer)
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"config: tables.{name}.optimizer {optimizer!r}, {did_you_mean(str(optimizer), list(OPTIMIZERS))}")
+        raise ValueError(
+            f"config: tables.{name}.optimizer {optimizer!r}, {did_you_mean(str(optimizer), list(OPTIMIZERS))}"
+        )
     settings = [field.name for field in dataclasses.fields(OPTIMIZERS[optimizer])]
     own = [field.name for field in dataclasses.fields(TableSection)]
     for entry in values:
@@ -299,7 +301,9 @@ def _tables(config: Config, data_features: Sequence[str]) -> tuple[list[Table], 
         wild = any(c in pattern for c in "*?[")
         names = fnmatch.filter(data_features, pattern) if wild else [pattern]
         if not names:
-            raise ValueError(f"config: tables.{pattern!r} fits no feature of the data, which has {', '.join(data_features)}")
+            raise ValueError(
+                f"config: tables.{pattern!r} fits no feature of the data, which has {', '.join(data_features)}"
+            )
         for name in names:
             tables.append(_table(name, section, settings))
             features.extend(_features(name, section, data_features))
@@ -340,7 +344,9 @@ def _features(table: str, section: TableSection, data_features: Sequence[str]) -
     features = []
     for name, pooling in pairs:
         if name not in data_features:
-            raise ValueError(f"config: tables.{table}: feature {name!r} of the data, {did_you_mean(name, data_features)}")
+            raise ValueError(
+                f"config: tables.{table}: feature {name!r} of the data, {did_you_mean(name, data_features)}"
+            )
         if pooling not in ("sequence", "sum", "mean"):
             near = did_you_mean(str(pooling), ["sequence", "sum", "mean"])
             raise ValueError(f"config: tables.{table}: pooling {pooling!r} of feature {name!r}, {near}")

@@ -95,7 +95,9 @@ class Table:
         if not isinstance(self.dim, int) or self.dim < 1:
             raise refuse(f"dim must be a whole number of at least 1, got {self.dim!r}")
         if not isinstance(self.optimizer, RowOptimizer):
-            raise refuse(f"optimizer must be a nestpipe row optimizer such as RowwiseAdagrad(lr=0.05), got {self.optimizer!r}")
+            raise refuse(
+                f"optimizer must be a nestpipe row optimizer such as RowwiseAdagrad(lr=0.05), got {self.optimizer!r}"
+            )
         if self.dtype not in (torch.float32, torch.bfloat16):
             raise refuse(f"dtype must be torch.float32 or torch.bfloat16, got {self.dtype}")
         if self.tier != "memory":
@@ -133,7 +135,9 @@ def check_declarations(tables: Sequence[Table], features: Sequence[Feature]) -> 
     known = [table.name for table in tables]
     for feature in features:
         if feature.table not in known:
-            raise ValueError(f"feature {feature.name!r} refers to table {feature.table!r}, {did_you_mean(feature.table, known)}")
+            raise ValueError(
+                f"feature {feature.name!r} refers to table {feature.table!r}, {did_you_mean(feature.table, known)}"
+            )
     unread = set(known) - {feature.table for feature in features}
     if unread:
         raise ValueError(f"table {sorted(unread)[0]!r} is read by no feature; add a Feature for it or remove it")
@@ -143,4 +147,8 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The tail of an error message about an unknown name."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     listed = ", ".join(sorted(known)) or "none"
-    return f"which is not known; did you mean {near[0]!r}? (known: {listed})" if near else f"which is not known (known: {listed})"
+    return (
+        f"which is not known; did you mean {near[0]!r}? (known: {listed})"
+        if near
+        else f"which is not known (known: {listed})"
+    )

@@ -13,7 +13,7 @@ from typing import Any
 TIMEOUT = 120.0
 
 
-class Failed(AssertionError):  # noqa: N818
+class Failed(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
@@ -56,7 +56,9 @@ class Cluster:
             theirs.close()
             self._workers.append((process, ours))
 
-    def outcomes(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[tuple[str, Any]]:
+    def outcomes(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
+    ) -> list[tuple[str, Any]]:
         """("ok", result) or ("failed", (error type, message, traceback)) of every rank; "hung" after the timeout."""
         self._grow(world)
         self._runs += 1

@@ -95,7 +95,9 @@ def checked_output(output: Any, size: int) -> Output:
     output = output if isinstance(output, Output) else Output(output)
     losses, weights = output.losses, output.weights
     if not isinstance(losses, Tensor):
-        raise ValueError(f"the model returned {type(losses).__name__}; return a tensor of losses, one per sample, or an Output")
+        raise ValueError(
+            f"the model returned {type(losses).__name__}; return a tensor of losses, one per sample, or an Output"
+        )
     if losses.shape != (size,):
         kind = "a scalar loss" if losses.ndim == 0 else f"losses of shape {tuple(losses.shape)}"
         raise ValueError(
@@ -103,5 +105,7 @@ def checked_output(output: Any, size: int) -> Output:
             f"take the mean (with reduction='none' in torch's loss functions)"
         )
     if weights is not None and weights.shape != (size,):
-        raise ValueError(f"the model returned weights of shape {tuple(weights.shape)} for {size} samples; give one per sample")
+        raise ValueError(
+            f"the model returned weights of shape {tuple(weights.shape)} for {size} samples; give one per sample"
+        )
     return output

@@ -64,7 +64,13 @@ class StepOperations:
     """Everything a step works on: stores, exchange and dense part of one worker."""
 
     def __init__(
-        self, plan: ExchangePlan, stores: Sequence[MemoryStore], transport: Transport, dense: Dense, *, skip_nonfinite: bool
+        self,
+        plan: ExchangePlan,
+        stores: Sequence[MemoryStore],
+        transport: Transport,
+        dense: Dense,
+        *,
+        skip_nonfinite: bool,
     ) -> None:
         self.plan, self.stores, self.transport, self.dense = plan, list(stores), transport, dense
         self._skip_nonfinite = skip_nonfinite
@@ -247,10 +253,11 @@ def serial_step(ops: StepOperations, ctx: Context, *, has_data: bool) -> StepRes
         ops.grad(ctx)
         ops.update(ctx)
     loss, weight, samples = ctx.totals[:3].tolist()
-    return StepResult(ctx.step, loss / weight if weight else float("nan"), int(samples), weight, skipped=not trained and bool(samples))
+    return StepResult(
+        ctx.step, loss / weight if weight else float("nan"), int(samples), weight, skipped=not trained and bool(samples)
+    )
 
 
 def micro_batch_bounds(size: int, count: int) -> list[int]:
     """Cuts `size` samples into `count` runs that differ by at most one sample; some are empty if size < count."""
     return [size * m // count for m in range(count + 1)]
-

@@ -50,7 +50,9 @@ class OwnerRoute:
     tables[k]: see OwnedKeys.
     """
 
-    def __init__(self, sizes: np.ndarray, payload: np.ndarray, plan: ExchangePlan, dedup: Deduplicator, arena: Arena) -> None:
+    def __init__(
+        self, sizes: np.ndarray, payload: np.ndarray, plan: ExchangePlan, dedup: Deduplicator, arena: Arena
+    ) -> None:
         self._plan, self._arena = plan, arena
         vector_start, self.vectors = vector_layout(sizes, plan)
         word_start, _ = payload_layout(sizes)

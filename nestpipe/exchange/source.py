@@ -57,7 +57,9 @@ class SourceRoute:
     entries[feature]: see Entries.
     """
 
-    def __init__(self, batch: Batch, plan: ExchangePlan, transport: Transport, dedup: Deduplicator, arena: Arena) -> None:
+    def __init__(
+        self, batch: Batch, plan: ExchangePlan, transport: Transport, dedup: Deduplicator, arena: Arena
+    ) -> None:
         self._plan, self._transport, self._arena = plan, transport, arena
         tables = [self._keys(k, batch, dedup) for k in range(len(plan.tables))]
         if plan.undecided:
@@ -80,7 +82,9 @@ class SourceRoute:
         bucket(unique, world, owner, counts, np.empty(world, np.int64), bucketed, place)
 
         weights = ONES
-        if any(f.pooling == "mean" or (f.pooling and j.weights is not None) for f, j in zip(features, lists, strict=True)):
+        if any(
+            f.pooling == "mean" or (f.pooling and j.weights is not None) for f, j in zip(features, lists, strict=True)
+        ):
             weights = take(f"weights {k}", num_keys, np.float32)
             for feature, jagged, start in zip(features, lists, first[:-1], strict=True):
                 given = ONES if jagged.weights is None else jagged.weights.float().contiguous().numpy()

@@ -159,6 +159,11 @@ def first_values(seed: int, keys: Tensor, dim: int, *, normal: bool, a: float, b
 # -- row optimizers --------------------------------------------------------------------------------------------------
 
 
+def _sqrt(values: Tensor) -> Tensor:
+    """The float32 nearest to the root. torch.sqrt of float32 is now and then the one beside it."""
+    return torch.sqrt(values.double()).float()
+
+
 def sum_of_squares(values: Tensor) -> Tensor:
     """[N, D] -> [N]: columns 0, 8, ... in one running sum, 1, 9, ... in the next; these in pairs; then the rest."""
     full = values.shape[1] - values.shape[1] % 8
@@ -177,7 +182,7 @@ def prepare(rows: Tensor, grads: Tensor, *, scale: float, weight_decay: float, c
     """The gradients that an optimizer's rule sees."""
     grads = grads * _f32(scale)
     if clip > 0:
-        norm = torch.sqrt(sum_of_squares(grads))
+        norm = _sqrt(sum_of_squares(grads))
         shrink = torch.where(norm > _f32(clip), _f32(clip) / norm, _f32(1))
         grads = grads * shrink[:, None]
     return grads + _f32(weight_decay) * rows.float() if weight_decay > 0 else grads
@@ -198,7 +203,7 @@ def adagrad(
     """state: a sum of squares per value."""
     grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
     state = state + grads * grads
-    return (rows.float() - _f32(lr) * grads / (torch.sqrt(state) + _f32(eps))).to(rows.dtype), state
+    return (rows.float() - _f32(lr) * grads / (_sqrt(state) + _f32(eps))).to(rows.dtype), state
 
 
 def rowwise_adagrad(
@@ -208,20 +213,23 @@ def rowwise_adagrad(
     """state: one sum of mean squares per row."""
     grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
     state = state + (sum_of_squares(grads) / _f32(grads.shape[1]))[:, None]
-    return (rows.float() - _f32(lr) / (torch.sqrt(state) + _f32(eps)) * grads).to(rows.dtype), state
+    return (rows.float() - _f32(lr) / (_sqrt(state) + _f32(eps)) * grads).to(rows.dtype), state
 
 
 def adam(
     rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
     clip: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, updates: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """state: first moments, then second moments. `updates` counts the table's updates, this one included."""
+    """state: first moments, then second moments. `updates` counts the table's updates, this one included.
+
+    1 - beta is taken before it is rounded to float32.
+    """
     grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
-    b1, b2, one, dim = _f32(beta1), _f32(beta2), _f32(1), grads.shape[1]
-    first = b1 * state[:, :dim] + (one - b1) * grads
-    second = b2 * state[:, dim:] + (one - b2) * grads * grads
-    corrected = float(_f32(lr)) * math.sqrt(1.0 - float(b2) ** updates) / (1.0 - float(b1) ** updates)
-    rows_after = rows.float() - _f32(corrected) * first / (torch.sqrt(second) + _f32(eps))
+    dim = grads.shape[1]
+    first = _f32(beta1) * state[:, :dim] + _f32(1.0 - beta1) * grads
+    second = _f32(beta2) * state[:, dim:] + _f32(1.0 - beta2) * grads * grads
+    corrected = float(_f32(lr)) * math.sqrt(1.0 - beta2**updates) / (1.0 - beta1**updates)
+    rows_after = rows.float() - _f32(corrected) * first / (_sqrt(second) + _f32(eps))
     return rows_after.to(rows.dtype), torch.cat([first, second], 1)
 
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output

@@ -210,7 +210,9 @@ class MemoryStore:
         self._chunks.reserve(self._used)
         return np.concatenate([reused, fresh])
 
-    def _bear(self, index: HashIndex, seed: np.uint64, keys: np.ndarray, positions: np.ndarray, born: np.ndarray) -> None:
+    def _bear(
+        self, index: HashIndex, seed: np.uint64, keys: np.ndarray, positions: np.ndarray, born: np.ndarray
+    ) -> None:
         positions[born] = self._allocate(len(born))
         index.insert(keys, positions, born)
         normal, a, b = self._init()

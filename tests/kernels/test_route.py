@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from nestpipe.kernels import reference
 from nestpipe.kernels.keys import Deduplicator, bucket
 from nestpipe.kernels.route import (
-    copy_segments, count_bags, entry_positions, fill_bags, mean_weights, segment_places,
+    copy_segments,
+    count_bags,
+    entry_positions,
+    fill_bags,
+    mean_weights,
+    segment_places,
 )  # fmt: skip
 from nestpipe.kernels.rows import NONE, ONES, pool, rows_of
 from tests.kernels.cases import few, floats, int64, same_bits, seeds

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from nestpipe.kernels import reference
 from nestpipe.kernels.jit import kernel
 from nestpipe.kernels.rows import (
-    NONE, ONES, birth, first_rows, gather, narrow, pool, pool_add, rows_of, scatter_add, widen,
+    NONE,
+    ONES,
+    birth,
+    first_rows,
+    gather,
+    narrow,
+    pool,
+    pool_add,
+    rows_of,
+    scatter_add,
+    widen,
 )  # fmt: skip
 from tests.kernels.cases import EXTREMES, Records, few, floats, int64, same_bits, seeds, signed
 
@@ -163,13 +173,14 @@ def test_sums_run_in_the_order_given(order: list[int], total: float) -> None:
 
 
 def test_an_empty_bag_is_zero_whatever_was_there_before() -> None:
-    out = np.full((3, 2), 5, np.float32)
-    pool(rows_of(np.ones((1, 2), np.float32)), int64([0]), int64([0, 0, 1, 1]), ONES, NONE, out)
+    values, out = np.ones((1, 2), np.float32), np.full((3, 2), 5, np.float32)
+    pool(rows_of(values), int64([0]), int64([0, 0, 1, 1]), ONES, NONE, out)
     assert out.tolist() == [[0, 0], [1, 1], [0, 0]]
 
 
 def test_empty_inputs_change_nothing() -> None:
-    rows, out = rows_of(np.ones((1, 3), np.float32)), np.full((2, 3), 5, np.float32)
+    values, out = np.ones((1, 3), np.float32), np.full((2, 3), 5, np.float32)
+    rows = rows_of(values)
     nothing = np.empty((0, 3), np.float32)
     gather(rows, NONE, NONE, out)
     scatter_add(nothing, NONE, NONE, out)
@@ -229,7 +240,9 @@ def first(seed: int, keys: list[int], dim: int, *, normal: bool, a: float, b: fl
 @given(st.integers(0, 2**64 - 1), st.lists(st.sampled_from([*EXTREMES, 7, 123456789]), max_size=5), dims)
 @few
 def test_uniform_first_values_equal_the_reference_bit_for_bit(seed: int, keys: list[int], dim: int) -> None:
-    expected = reference.first_values(signed(seed), torch.tensor(keys, dtype=torch.int64), dim, normal=False, a=-0.3, b=0.7)
+    expected = reference.first_values(
+        signed(seed), torch.tensor(keys, dtype=torch.int64), dim, normal=False, a=-0.3, b=0.7
+    )
     assert same_bits(first(seed, keys, dim, normal=False, a=-0.3, b=0.7), expected)
 
 
@@ -237,8 +250,12 @@ def test_uniform_first_values_equal_the_reference_bit_for_bit(seed: int, keys: l
 @few
 def test_normal_first_values_equal_the_reference(seed: int, keys: list[int], dim: int) -> None:
     # Up to the last bit: sine and logarithm are not the same code in torch and in the kernel.
-    expected = reference.first_values(signed(seed), torch.tensor(keys, dtype=torch.int64), dim, normal=True, a=0.5, b=2.0)
-    np.testing.assert_allclose(first(seed, keys, dim, normal=True, a=0.5, b=2.0), expected.numpy(), rtol=3e-7, atol=1e-7)
+    expected = reference.first_values(
+        signed(seed), torch.tensor(keys, dtype=torch.int64), dim, normal=True, a=0.5, b=2.0
+    )
+    np.testing.assert_allclose(
+        first(seed, keys, dim, normal=True, a=0.5, b=2.0), expected.numpy(), rtol=3e-7, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("normal", [False, True])
@@ -291,7 +308,19 @@ def test_first_values_differ_by_key_and_by_seed(normal: bool) -> None:
 def test_birth_writes_first_values_and_state_of_the_born_and_touches_no_other(dtype: torch.dtype, normal: bool) -> None:
     records = Records(torch.full((9, 5), 8.0, dtype=dtype), torch.full((9, 3), 4.0), shift=1, spare=1)
     keys, positions, born = int64([10, 11, 12, 13]), int64([8, 1, 3, 0]), int64([0, 2])
-    birth(records.rows, np.uint64(2), keys, positions, born, normal, -1.0, 1.0, np.float32(0.25), 3, np.empty(5, np.float32))
+    birth(
+        records.rows,
+        np.uint64(2),
+        keys,
+        positions,
+        born,
+        normal,
+        -1.0,
+        1.0,
+        np.float32(0.25),
+        3,
+        np.empty(5, np.float32),
+    )
     values, state = torch.full((9, 5), 8.0), torch.full((9, 3), 4.0)
     values[[8, 3]] = torch.from_numpy(first(2, [10, 12], 5, normal=normal, a=-1.0, b=1.0)).to(dtype).float()
     state[[8, 3]] = 0.25

@@ -17,18 +17,17 @@ def state_floats(name: str, dim: int) -> int:
 
 
 def run_kernel(name: str, records: Records, positions: np.ndarray, grads: np.ndarray, **settings: float) -> None:
-    """Calls the kernel as the store does: settings as float32, in its order."""
-    given = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.0, "clip": 0.0} | settings
-    order = ["scale", "lr", "weight_decay", "clip"]
+    """Calls the kernel as the store does: settings as float32 except for the betas of Adam."""
+    f32, row = np.float32, np.full(records.dim, np.nan, np.float32)
+    common = [f32(settings.get(one, usual)) for one, usual in
+              (("scale", 1.0), ("lr", 0.1), ("weight_decay", 0.0), ("clip", 0.0))]  # fmt: skip
+    own: list[float] = []
     if name == "adam":
-        order += ["beta1", "beta2", "eps"]
-        given = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | given
+        betas = settings.get("beta1", 0.9), settings.get("beta2", 0.999)
+        own = [*betas, f32(settings.get("eps", 1e-8)), int(settings.get("updates", 1))]
     elif name != "sgd":
-        order += ["eps"]
-        given = {"eps": 1e-10} | given
-    last = [int(given.get("updates", 1))] if name == "adam" else []
-    row = np.full(records.dim, np.nan, np.float32)
-    getattr(update, name)(records.rows, positions, grads, row, *(np.float32(given[s]) for s in order), *last)
+        own = [f32(settings.get("eps", 1e-10))]
+    getattr(update, name)(records.rows, positions, grads, row, *common, *own)
 
 
 # lr and the like as powers of two would hide a missing rounding; these do not.
@@ -81,17 +80,17 @@ def test_five_steps_equal_the_optimizer_of_torch(name: str, weight_decay: float)
         "adagrad": lambda: torch.optim.Adagrad(
             [parameter], lr=0.1, weight_decay=weight_decay, initial_accumulator_value=0.25
         ),
-        # All rows are touched in every step, where lazy Adam is Adam.
-        "adam": lambda: torch.optim.Adam([parameter], lr=0.1, weight_decay=weight_decay),
+        # All rows are touched in every step, where lazy Adam is Adam; but eps counts before the bias correction here,
+        # as in SparseAdam, and after it in torch.optim.Adam: so none.
+        "adam": lambda: torch.optim.Adam([parameter], lr=0.1, weight_decay=weight_decay, eps=0.0),
     }
     peer = make[name]()
     for step in range(1, 6):
         grads = torch.randn(6, 10)
         parameter.grad = grads.clone()
         peer.step()
-        more = {"updates": step} if name == "adam" else {}
+        more = {"updates": step, "eps": 0.0} if name == "adam" else {}
         run_kernel(name, records, np.arange(6), grads.numpy(), lr=0.1, weight_decay=weight_decay, **more)
-        # Adam's eps enters before the bias correction here, as in SparseAdam, and after it in torch.optim.Adam.
         torch.testing.assert_close(records.values, parameter.data, rtol=1e-5, atol=1e-6)
 
 
@@ -102,7 +101,7 @@ def test_adam_equals_sparse_adam_when_rows_come_and_go() -> None:
     peer = torch.optim.SparseAdam([parameter], lr=0.05, eps=1e-3)
     for step, touched in enumerate([[0, 1], [1, 5], [2], [0, 1, 2, 3], [5]], start=1):
         grads = torch.randn(len(touched), 4)
-        parameter.grad = torch.sparse_coo_tensor(torch.tensor([touched]), grads, (6, 4))
+        parameter.grad = torch.sparse_coo_tensor(torch.tensor([touched]), grads, (6, 4), check_invariants=True)
         peer.step()
         run_kernel("adam", records, int64(touched), grads.clone().numpy(), lr=0.05, eps=1e-3, updates=step)
     torch.testing.assert_close(records.values, parameter.data, rtol=1e-5, atol=1e-6)

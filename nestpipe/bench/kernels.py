@@ -1,0 +1,250 @@
+"""Each kernel beside its torch equivalent, alternating in one process on one thread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from nestpipe.kernels import update
+from nestpipe.kernels.index import HashIndex
+from nestpipe.kernels.keys import Deduplicator, bucket
+from nestpipe.kernels.rows import NONE, ONES, gather, pool, pool_add, rows_of, scatter_add
+
+REPEATS = 3  # timed calls in a row, of each in turn
+
+
+@numba.njit(nogil=True, cache=True)
+def plain_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+    """What one would write first: no prefetch, no addresses."""
+    for i in range(len(positions)):
+        for d in range(rows.shape[1]):
+            out[i, d] = rows[positions[i], d]
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    """Medians in ms and ratios; `speedup` is the other's time divided by ours."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        results = {}
+        for make in (_deduplicate, _index_gather, _gather, _pool, _bucket, _scatter_add, _pool_add, _updates):
+            for name, (against, ours, theirs) in make(1 if quick else 0).items():
+                results[name] = {"against": against, **_alternate(ours, theirs, rounds=3 if quick else 15)}
+        return results
+    finally:
+        torch.set_num_threads(threads)
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ["| kernel | against | ours ms | theirs ms | speed-up |", "| --- | --- | --- | --- | --- |"]
+    for name, one in results.items():
+        lines.append(
+            f"| {name} | {one['against']} | {one['ms']:.2f} | {one['against_ms']:.2f} | {one['speedup']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def _alternate(ours: Callable[[], object], theirs: Callable[[], object], *, rounds: int) -> dict[str, float]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for function, log in zip((ours, theirs), times, strict=True):
+            function()  # untimed: fills the caches that the other has just emptied
+            begin = time.perf_counter()
+            for _ in range(REPEATS):
+                function()
+            log.append((time.perf_counter() - begin) * 1e3 / REPEATS)
+    ratios = [b / a for a, b in zip(*times, strict=True)]
+    return {
+        "ms": statistics.median(times[0]),
+        "against_ms": statistics.median(times[1]),
+        "speedup": statistics.median(ratios),
+    }
+
+
+def zipf_keys(count: int, skew: float, num_keys: int = 1 << 40, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).zipf(skew, count) % num_keys).astype(np.int64)
+
+
+def _deduplicate(small: int) -> dict[str, Any]:
+    results = {}
+    count = 10_000 if small else 1_000_000
+    uniform = np.random.default_rng(0).integers(0, 1 << 40, count)
+    for law, keys in (
+        ("Zipf(1.2)", zipf_keys(count, 1.2)),
+        ("Zipf(1.05)", zipf_keys(count, 1.05)),
+        ("uniform", uniform),
+    ):
+        unique, inverse, dedup = np.empty_like(keys), np.empty(count, np.int32), Deduplicator()
+        tensor = torch.from_numpy(keys)
+
+        def ours(dedup: Any = dedup, keys: Any = keys, unique: Any = unique, inverse: Any = inverse) -> object:
+            return dedup(keys, unique, inverse)
+
+        def theirs(tensor: Any = tensor) -> object:
+            return torch.unique(tensor, return_inverse=True)
+
+        results[f"deduplicate {count:,} keys, {law}"] = ("torch.unique(return_inverse=True)", ours, theirs)
+    return results
+
+
+def _index_gather(small: int) -> dict[str, Any]:
+    num_rows, count, dim = (20_000, 2_000, 64) if small else (16_000_000, 200_000, 64)
+    rng = np.random.default_rng(1)
+    rows = np.zeros((num_rows, dim), np.float32)
+    keys = rng.permutation(num_rows).astype(np.int64) * 2_654_435_761
+    index, everything = HashIndex(num_rows), np.arange(num_rows)
+    index.insert(keys, everything, everything)
+    known = rng.integers(0, num_rows, count)
+    wanted, found, out, view = keys[known], np.empty(count, np.int64), np.empty((count, dim), np.float32), rows_of(rows)
+
+    def ours() -> None:
+        index.find(wanted, found)
+        gather(view, found, NONE, out)
+
+    return {
+        f"index lookup + gather, {count:,} of {num_rows:,} rows x {dim}": (
+            "plain Numba gather from known positions",
+            ours,
+            lambda: plain_gather(rows, known, out),
+        )
+    }
+
+
+def _rows(small: int) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
+    rng = np.random.default_rng(2)
+    num_rows, count = (2_000, 1_000) if small else (2_000_000, 200_000)
+    return rng.standard_normal((num_rows, 64), np.float32), rng.integers(0, num_rows, count), rng
+
+
+def _gather(small: int) -> dict[str, Any]:
+    rows, positions, _ = _rows(small)
+    out, table, index = np.empty((len(positions), 64), np.float32), torch.from_numpy(rows), torch.from_numpy(positions)
+    into, view = torch.empty(len(positions), 64), rows_of(rows)
+    return {
+        f"gather {len(positions):,} rows x 64": (
+            "torch.index_select(out=)",
+            lambda: gather(view, positions, NONE, out),
+            lambda: torch.index_select(table, 0, index, out=into),
+        )
+    }
+
+
+def _pool(small: int) -> dict[str, Any]:
+    rows, positions, _ = _rows(small)
+    offsets = np.arange(0, len(positions) + 1, 10)
+    out, view = np.empty((len(offsets) - 1, 64), np.float32), rows_of(rows)
+    table, index, starts = torch.from_numpy(rows), torch.from_numpy(positions), torch.from_numpy(offsets[:-1])
+    return {
+        f"pool bags of 10, {len(positions):,} rows x 64": (
+            "torch embedding_bag",
+            lambda: pool(view, positions, offsets, ONES, NONE, out),
+            lambda: torch.nn.functional.embedding_bag(index, table, starts, mode="sum"),
+        )
+    }
+
+
+def _bucket(small: int) -> dict[str, Any]:
+    count, world = (2_000 if small else 200_000), 8
+    keys = np.random.default_rng(3).permutation(count * 4)[:count].astype(np.int64)
+    owner, place, out = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int64)
+    counts, start, tensor = np.zeros(world, np.int64), np.zeros(world, np.int64), torch.from_numpy(keys)
+
+    def theirs() -> object:
+        order = torch.argsort(tensor % world, stable=True)
+        return tensor[order], torch.bincount(tensor % world, minlength=world)
+
+    return {
+        f"bucket {count:,} keys by {world} owners": (
+            "torch argsort + bincount",
+            lambda: bucket(keys, world, owner, counts, start, out, place),
+            theirs,
+        )
+    }
+
+
+def _scatter_add(small: int) -> dict[str, Any]:
+    _, positions, rng = _rows(small)
+    places = np.unique(positions, return_inverse=True)[1]
+    grads = rng.standard_normal((len(positions), 64), np.float32)
+    out = np.zeros((len(positions), 64), np.float32)
+    total, index, values = torch.zeros(len(positions), 64), torch.from_numpy(places), torch.from_numpy(grads)
+    return {
+        f"scatter-add {len(positions):,} rows x 64": (
+            "torch index_add_",
+            lambda: scatter_add(grads, NONE, places, out),
+            lambda: total.index_add_(0, index, values),
+        )
+    }
+
+
+def _pool_add(small: int) -> dict[str, Any]:
+    _, positions, rng = _rows(small)
+    places = np.unique(positions, return_inverse=True)[1]
+    offsets = np.arange(0, len(positions) + 1, 10)
+    grads = rng.standard_normal((len(offsets) - 1, 64), np.float32)
+    out = np.zeros((len(positions), 64), np.float32)
+    total, index, values = torch.zeros(len(positions), 64), torch.from_numpy(places), torch.from_numpy(grads)
+    bag = torch.from_numpy(np.repeat(np.arange(len(grads)), 10))
+    return {
+        f"scatter-add of bags of 10, {len(positions):,} rows x 64": (
+            "torch index_add_ of expanded gradients",
+            lambda: pool_add(grads, NONE, places, offsets, ONES, out),
+            lambda: total.index_add_(0, index, values[bag]),
+        )
+    }
+
+
+def _updates(small: int) -> dict[str, Any]:
+    """Against torch's own sparse optimizers where it has them, else the same rule in plain torch operations."""
+    rows, positions, rng = _rows(small)
+    touched = np.unique(positions)
+    grads = rng.standard_normal((len(touched), 64), np.float32) * 1e-3
+    scratch, f32 = np.empty(64, np.float32), np.float32
+    results = {}
+    index, values = torch.from_numpy(touched)[None], torch.from_numpy(grads.copy())
+    makers: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, 0.01),
+        "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+        "adam": lambda p: torch.optim.SparseAdam(p, 0.01),
+    }
+    for name, words in (("sgd", 64), ("adagrad", 128), ("rowwise_adagrad", 65), ("adam", 192)):
+        records = np.zeros((len(rows), words), np.float32)
+        view = rows_of(records)
+        rest = {
+            "sgd": (),
+            "adagrad": (f32(1e-10),),
+            "rowwise_adagrad": (f32(1e-10),),
+            "adam": (0.9, 0.999, f32(1e-8), 3),
+        }[name]
+        kernel = getattr(update, name)
+
+        def ours(kernel: Any = kernel, view: Any = view, rest: Any = rest, records: Any = records) -> object:
+            return kernel(view, touched, grads, scratch, f32(1), f32(0.01), f32(0), f32(0), *rest)
+
+        weights = torch.nn.Parameter(torch.from_numpy(rows.copy()))
+        if name in makers:
+            optimizer = makers[name]([weights])
+
+            def theirs(weights: Any = weights, optimizer: Any = optimizer) -> object:
+                weights.grad = torch.sparse_coo_tensor(
+                    index, values, weights.shape, is_coalesced=True, check_invariants=False
+                )
+                return optimizer.step()
+
+            against = f"torch.optim.{type(optimizer).__name__} on sparse gradients"
+        else:
+            sums, data, flat = torch.zeros(len(rows)), weights.data, index[0]
+
+            def theirs(sums: Any = sums, data: Any = data, flat: Any = flat) -> object:  # type: ignore[misc]
+                sums.index_add_(0, flat, values.square().mean(1))
+                return data.index_add_(0, flat, values * (-0.01 / (sums[flat].sqrt() + 1e-10))[:, None])
+
+            against = "the same rule in torch operations"
+        results[f"update {name}, {len(touched):,} rows x 64"] = (against, ours, theirs)
+    return results
