@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +25,7 @@ from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
 from nestpipe.engine.dense import Dense
+from nestpipe.errors import TrainingError, describe
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import NUM_SHARDS, shards
 from nestpipe.store.memory import MemoryStore
@@ -36,24 +37,50 @@ def save(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
     if path.exists():
         raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
     partial = path.with_name(f".{path.name}.partial")
-    if transport.rank == 0:
+    first = transport.rank == 0
+
+    def make_folder() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    transport.gather_objects(None)
-    for store in stores:
-        _save_table(partial / _table_file(store, transport.rank, transport.world), store)
-    transport.gather_objects(None)
-    if transport.rank == 0:
-        save_tensors(
-            {k: v.detach().cpu().contiguous() for k, v in dense.model.state_dict().items()},
-            partial / "dense.safetensors",
-        )
+
+    def write_tables() -> None:
+        for store in stores:
+            _save_table(partial / _table_file(store, transport.rank, transport.world), store)
+
+    def write_rest() -> None:
+        # Clones, because the format refuses tensors that share memory: tied weights.
+        weights = {
+            name: tensor.detach().cpu().contiguous().clone() for name, tensor in dense.model.state_dict().items()
+        }
+        save_tensors(weights, partial / "dense.safetensors")
         if dense.optimizer is not None:
             _save_optimizer(partial, dense.optimizer)
         manifest = {"format": FORMAT, "step": step, "world": transport.world, "tables": [_declared(s) for s in stores]}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         partial.rename(path)
-    transport.gather_objects(None)
+
+    try:
+        _together(transport, make_folder if first else None)
+        _together(transport, write_tables)
+        _together(transport, write_rest if first else None)
+    except TrainingError:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _together(transport: Transport, work: Callable[[], None] | None) -> None:
+    """Does this worker's part and waits for the others'; what goes wrong on one is raised on all."""
+    problem: Exception | None = None
+    try:
+        if work is not None:
+            work()
+    except Exception as error:
+        problem = error
+    told = transport.gather_objects(None if problem is None else describe(problem))
+    causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if causes:
+        raise TrainingError("checkpoint: " + "\n".join(causes), is_ours=problem is not None) from problem
 
 
 def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Transport) -> int:
@@ -65,8 +92,6 @@ def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
         raise ValueError(f"{path} has format {manifest['format']}, this version of nestpipe reads {FORMAT}")
     saved = {table["name"]: table for table in manifest["tables"]}
     for store in stores:
-        if len(store):
-            raise ValueError("load into a trainer that has not trained yet")
         if store.table.name not in saved:
             raise ValueError(f"{path} has no table {store.table.name!r}; it has {', '.join(sorted(saved))}")
         for what, value in _declared(store).items():
@@ -74,8 +99,15 @@ def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
                 raise ValueError(
                     f"table {store.table.name!r}: {what} is {value!r} here but {saved[store.table.name][what]!r} in {path}"
                 )
-    weights = load_tensors(path / "dense.safetensors")
-    dense.model.load_state_dict(weights)
+    _together(transport, lambda: _read_all(path, manifest, stores, dense, transport))
+    return int(manifest["step"])
+
+
+def _read_all(
+    path: Path, manifest: dict[str, Any], stores: Sequence[MemoryStore], dense: Dense, transport: Transport
+) -> None:
+    saved = {table["name"]: table for table in manifest["tables"]}
+    dense.model.load_state_dict(load_tensors(path / "dense.safetensors"))
     if dense.optimizer is not None:
         _load_optimizer(path, dense.optimizer)
     for store in stores:
@@ -88,9 +120,8 @@ def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
             (joined["shared"], joined["shared_records"]),
             (joined["seen"], joined["sightings"]),
             updates=saved[store.table.name]["updates"],
-            step=manifest["step"],
+            step=max(0, manifest["step"] - 1),  # the last one that was trained on
         )
-    return int(manifest["step"])
 
 
 def _table_file(store: MemoryStore, rank: int, world: int) -> str:

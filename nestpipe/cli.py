@@ -7,13 +7,18 @@ import logging
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
+
+LEAVE_AFTER = 1.0  # seconds; the launcher ends all workers with the first that leaves
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and leaves with its exit code."""
     arguments = _parser().parse_args(argv)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where a model of one's own ("module:Class") is looked for, as python -m does
     try:
         code = arguments.command(arguments)
     except KeyboardInterrupt:
@@ -38,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("evaluate", help="evaluate a finished run")
     evaluate.add_argument("run", type=Path, metavar="RUN", help="run folder")
     _add_workers(evaluate)
-    evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
+    evaluate.add_argument("--split", choices=["train", "valid", "test"], help="default: train.eval_split of the run")
     evaluate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     evaluate.add_argument("--json", type=Path, metavar="FILE")
     evaluate.set_defaults(command=_evaluate)
@@ -52,8 +57,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes on this machine")
+    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="worker processes on this machine")
     parser.add_argument("--port", type=int, default=0, help="port for the workers to meet at (default: any free one)")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -91,7 +103,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print(f"nestpipe: error: {arguments.run} is not a run folder: it has no config.json", file=sys.stderr)
         return 2
     if not process.under_launcher() and arguments.workers > 1:
-        passed = ["evaluate", str(arguments.run), "--split", arguments.split]
+        passed = ["evaluate", str(arguments.run), *(["--split", arguments.split] if arguments.split else [])]
         passed += ["--json", str(arguments.json)] if arguments.json else []
         return _launch(arguments, passed + [text for one in arguments.overrides for text in ("--set", one)])
 
@@ -99,11 +111,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         values = json.loads(saved.read_text())
         for override in arguments.overrides:
             config.override(values, override)
-        metrics = run.evaluate(config.parse(values), checkpoint=arguments.run / run.CHECKPOINT, split=arguments.split)
+        parsed = config.parse(values)
+        split = arguments.split or parsed.train.eval_split
+        metrics = run.evaluate(parsed, checkpoint=arguments.run / run.CHECKPOINT, split=split)
         if _rank() == 0:
-            print(f"{arguments.split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
             if arguments.json:
-                run.write_json(arguments.json, {"split": arguments.split, "metrics": metrics})
+                run.write_json(arguments.json, {"split": split, "metrics": metrics})
 
     return _worker(work)
 
@@ -146,13 +160,16 @@ def _guard(work: Any, rank: int) -> int:
         work()
     except TrainingError as error:
         if error.is_ours:
+            if not isinstance(error.__cause__, (ValueError, TimeoutError, type(None))):
+                traceback.print_exception(error.__cause__)  # not one of ours: where it was raised is what helps
             print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(1.0)  # leave after the one that knows the cause: the launcher ends all with the first
+            time.sleep(LEAVE_AFTER)  # the one that knows the cause
         return 1
     except ValueError as error:
-        if rank == 0 or not str(error):
-            print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
+        # Mostly all workers have the same one. The launcher ends all when the first leaves, so it is told once.
+        time.sleep(LEAVE_AFTER if rank else 0)
+        print(f"nestpipe: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
         return 1
     except (ConnectionError, RuntimeError) as error:
         if not _lost_contact(error):

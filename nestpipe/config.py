@@ -11,7 +11,7 @@ import fnmatch
 import importlib
 import inspect
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from nestpipe import models
 from nestpipe.data import DATASETS
 from nestpipe.optim import OPTIMIZERS
 from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, did_you_mean
+from nestpipe.trainer import SCHEDULES
 
 MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "hstu": models.HSTU}
 DENSE_OPTIMIZERS = {
@@ -30,6 +31,15 @@ DENSE_OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
+}
+# Said when the config is read, not after an hour of training.
+CHOICES: dict[str, dict[str, Collection[str]]] = {
+    "train": {"dense_optimizer": DENSE_OPTIMIZERS, "on_nonfinite": ("raise", "skip"), "eval_split": data_sets.SPLITS},
+    "schedule": {"name": SCHEDULES},
+}
+AT_LEAST_ONE = {
+    "train": ("batch_size", "steps", "epochs", "eval_batch_size", "rank_at", "timeout"),
+    "schedule": ("micro_batches",),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -143,7 +153,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     for name, table in tables.items():
         if not isinstance(table, Mapping):
             raise ValueError(f"config: tables.{name} must be a section [tables.{name}], got {table!r}")
-        _table_parts(name, table)
+        _table(name, *_table_parts(name, table))
     return Config(
         data,
         model,
@@ -166,7 +176,7 @@ class Built:
 
 def build(config: Config) -> Built:
     data_class = _dataset_class(config.data)
-    data = data_class(**_without_kind(config.data))
+    data = _made("data", data_class, _without_kind(config.data))
     tables, features = _tables(config, data.features)
     model = _model(config, data, tables, features)
     make = DENSE_OPTIMIZERS[config.train.dense_optimizer]
@@ -213,11 +223,14 @@ def _section(kind: type[Any], name: str, values: Mapping[str, Any]) -> Any:
     ]
     if missing:
         raise ValueError(f"config: {name}.{missing[0]} is missing")
-    section = kind(**checked)
-    if isinstance(section, TrainSection) and section.dense_optimizer not in DENSE_OPTIMIZERS:
-        near = did_you_mean(section.dense_optimizer, list(DENSE_OPTIMIZERS))
-        raise ValueError(f"config: train.dense_optimizer {section.dense_optimizer!r}, {near}")
-    return section
+    for entry, known in CHOICES.get(name, {}).items():
+        if entry in checked and checked[entry] not in known:
+            raise ValueError(f"config: {name}.{entry} {checked[entry]!r}, {did_you_mean(checked[entry], list(known))}")
+    for entry in AT_LEAST_ONE.get(name, ()):
+        value = checked.get(entry)
+        if value is not None and (value == () or min(value if isinstance(value, tuple) else (value,)) < 1):
+            raise ValueError(f"config: {name}.{entry} must be at least 1, got {value!r}")
+    return kind(**checked)
 
 
 def _typed(name: str, value: Any, hint: str) -> Any:
@@ -250,7 +263,7 @@ def _model_class(model: Mapping[str, Any]) -> type[nn.Module]:
         module, _, name = kind.partition(":")
         try:
             return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"config: model.kind {kind!r} cannot be imported: {error}") from error
     return _by_kind("model", model, MODELS)
 
@@ -259,7 +272,7 @@ def _by_kind(section: str, values: Mapping[str, Any], known: Mapping[str, type[A
     kind = values.get("kind")
     if kind is None:
         raise ValueError(f"config: {section}.kind is missing; one of {', '.join(sorted(known))}")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"config: {section}.kind {kind!r}, {did_you_mean(str(kind), list(known))}")
     return known[kind]
 
@@ -269,7 +282,10 @@ def _without_kind(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_arguments(section: str, values: Mapping[str, Any], kind: type[Any]) -> None:
-    known = list(inspect.signature(kind).parameters)
+    parameters = inspect.signature(kind).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # it takes anything
+    known = list(parameters)
     for name in _without_kind(values):
         if name not in known:
             raise ValueError(f"config: {section}.{name}, {did_you_mean(name, known)}")
@@ -281,7 +297,7 @@ def _check_arguments(section: str, values: Mapping[str, Any], kind: type[Any]) -
 def _table_parts(name: str, values: Mapping[str, Any]) -> tuple[TableSection, dict[str, Any]]:
     """The entries of [tables.NAME] that describe the table, and those of its row optimizer."""
     optimizer = values.get("optimizer", TableSection.optimizer)
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise ValueError(
             f"config: tables.{name}.optimizer {optimizer!r}, {did_you_mean(str(optimizer), list(OPTIMIZERS))}"
         )
@@ -365,8 +381,8 @@ def _model(config: Config, data: data_sets.Dataset, tables: list[Table], feature
     if "features" in accepted and "features" not in arguments:
         arguments["features"] = [feature.name for feature in features]
     if "num_dense" in accepted and "num_dense" not in arguments:
-        first = next(data.batches("train", batch_size=1, rank=0, world=1, seed=0))
-        dense = first.dense.get("dense")
+        first = next(iter(data.batches("train", batch_size=1, rank=0, world=1, seed=0)), None)
+        dense = None if first is None else first.dense.get("dense")
         arguments["num_dense"] = dense.shape[1] if isinstance(dense, torch.Tensor) else 0
     missing = [
         name
@@ -378,4 +394,11 @@ def _model(config: Config, data: data_sets.Dataset, tables: list[Table], feature
     if missing:
         raise ValueError(f"config: model.{missing[0]} is missing")
     torch.manual_seed(config.train.seed)
-    return kind(**arguments)
+    return _made("model", kind, arguments)
+
+
+def _made(section: str, kind: type[Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**arguments)
+    except TypeError as error:  # a word where a number is wanted, say
+        raise ValueError(f"config: the entries of [{section}] do not fit {kind.__name__}: {error}") from error

@@ -15,6 +15,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, port: int) -> int:
 
     The first worker to fail ends the others. port 0 takes any free one.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -41,14 +42,18 @@ def run_workers(arguments: Sequence[str], *, workers: int, port: int) -> int:
         how = f"was ended by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "stopped"
         print(f"nestpipe: worker {rank} {how}; all {workers} workers have left", file=sys.stderr)
         return 1
+    except SignalException as error:  # Ctrl-C, or the scheduler: the workers have been told as well
+        return 128 + int(error.sigval)
     return 0
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("localhost", port))
-        except OSError:
-            return False
+    """On every address of this machine, as the launcher will want it."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+        ).close()
+    except OSError:
+        return False
     return True

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from nestpipe.errors import TrainingError
 
+GRACE = 30.0  # seconds
+
 # Parameters of glibc's mallopt.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
@@ -35,15 +37,20 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def patience(timeout: float) -> datetime.timedelta:
+    """How long a worker waits for another. Longer than that one waits for its data, so that it can say what is wrong."""
+    return datetime.timedelta(seconds=timeout + GRACE)
+
+
 def join_group(timeout: float = 300.0) -> None:
     """Joins the process group that the launcher describes, unless there is one already or this is a single process.
 
-    timeout: seconds after which a worker that waits for another gives up.
+    timeout: seconds after which a worker that waits for data gives up; see `patience`.
     """
     if dist.is_initialized() or not under_launcher():
         return
     try:
-        dist.init_process_group(timeout=datetime.timedelta(seconds=timeout))
+        dist.init_process_group(timeout=patience(timeout))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '?')}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():

@@ -48,6 +48,7 @@ def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, 
     first = trainer.rank == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
+        _set_aside(folder)
         write_json(folder / "config.json", config.to_dict())
     curves = Curves(folder, enabled=first, steps=config.train.steps)
     validate = config.train.eval_every
@@ -64,7 +65,7 @@ def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, 
         curves.metrics(config.train.eval_split, metrics, trainer.steps)
     finally:
         curves.close()
-    trainer.save(_fresh(folder / CHECKPOINT, trainer.steps))
+    trainer.save(folder / CHECKPOINT)
     digest, stats, sent = trainer.digest(), trainer.table_stats(), trainer.bytes_sent()
     result = {
         "schedule": config.schedule.name,
@@ -89,6 +90,8 @@ def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, 
 
 
 def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float]:
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint.parent} has no checkpoint {checkpoint.name!r}: the run has not finished")
     trainer, built = make_trainer(config)
     trainer.load(checkpoint)
     return evaluate_split(trainer, built, config, split)
@@ -133,8 +136,12 @@ def _epochs(config: Config, built: Built, trainer: Trainer) -> Iterator[Batch]:
             return  # this rank's share is empty; it takes part without data
 
 
-def _fresh(path: Path, step: int) -> Path:
-    return path if not path.exists() else path.with_name(f"{path.name}-{step}-{time.time_ns()}")
+def _set_aside(folder: Path) -> None:
+    """An earlier run's result must not stand beside this one's; its checkpoint is kept under another name."""
+    (folder / "result.json").unlink(missing_ok=True)
+    if (folder / CHECKPOINT).exists():
+        free = (folder / f"{CHECKPOINT}-{number}" for number in itertools.count(1))
+        (folder / CHECKPOINT).rename(next(path for path in free if not path.exists()))
 
 
 def write_json(path: Path, value: Any) -> None:

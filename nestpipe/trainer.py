@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -88,14 +89,16 @@ class Trainer:
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}")
         plan = ExchangePlan(tables, features)
-        process.join_group()
+        process.join_group(data_timeout)
         self.group = dist.group.WORLD if dist.is_initialized() else None
         # Rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
-        self._transport = Transport(dist.new_group(backend="gloo") if self.group is not None else None)
+        own = dist.new_group(backend="gloo", timeout=process.patience(data_timeout)) if self.group is not None else None
+        self._transport = Transport(own)
         self.rank, self.world = self._transport.rank, self._transport.world
         self.model = model
         self.micro_batches = micro_batches
         self.steps = 0  # batches so far
+        self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
         self._seed = seed
         self._skip = on_nonfinite == "skip"
         self._data_timeout = data_timeout
@@ -113,7 +116,7 @@ class Trainer:
     ) -> FitResult:
         """Trains until `steps` are done or no worker has batches left. Workers may have different numbers of batches:
         those that run out early go on serving rows, and all return together."""
-        loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout)
+        loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
         started, done, samples, skipped = time.perf_counter(), 0, 0, 0
         first = last = float("nan")
         try:
@@ -129,13 +132,14 @@ class Trainer:
                 done += 1
                 samples += result.samples
                 skipped += result.skipped
-                if not result.skipped:
+                if result.weight and not result.skipped:
                     first, last = (result.loss if np.isnan(first) else first), result.loss
                 if on_step is not None:
                     on_step(result)
         finally:
             loader.close()
         seconds = time.perf_counter() - started
+        self.skipped += loader.skipped
         skipped += int(self._transport.sum(np.array([loader.skipped]))[0])
         return FitResult(done, samples, seconds, first, last, skipped)
 
@@ -146,9 +150,10 @@ class Trainer:
             try:
                 checked(batch, self._names)
             except NotFinite as problem:
-                batch, error = None, None if self._skip else problem
-            except ValueError as problem:
-                error = problem
+                batch, error = Batch.empty(self._names), None if self._skip else problem
+                self.skipped += self._skip
+            except Exception as problem:
+                batch, error = None, problem
         return self._step(batch, error)
 
     def _step(self, batch: Batch | None, error: BaseException | None) -> StepResult | None:
@@ -160,6 +165,7 @@ class Trainer:
         result = serial_step(self._ops, ctx, has_data=has_data)
         if result is not None:
             self.steps += 1
+            self.skipped += result.skipped
         if not self._told:
             self._told = True
             if self.rank == 0:
@@ -180,9 +186,8 @@ class Trainer:
         No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC().
         """
         totals = np.zeros(2)
-        for batch, rows in self._evaluation_batches(batches):
-            if not batch.size:
-                continue
+
+        def judge(batch: Batch, rows: dict[str, Any]) -> None:
             output = checked_output(self.model(batch, rows), batch.size)
             totals[0] += float(output.losses.double().sum())
             totals[1] += batch.size if output.weights is None else float(output.weights.double().sum())
@@ -190,6 +195,8 @@ class Trainer:
                 if output.predictions is None or batch.labels is None:
                     raise ValueError(f"metric {name!r} needs Output.predictions from the model and labels in the batch")
                 metric.update(output.predictions, batch.labels)
+
+        self._judge(batches, judge)
         loss, weight = self._transport.sum(totals).tolist()
         results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
         return {"loss": loss / weight if weight else float("nan"), **results}
@@ -209,13 +216,14 @@ class Trainer:
         The model needs `query(batch, rows) -> [B, D]` and `score(query, candidate_rows) -> [B, N]`.
         exclude_seen: leaves the keys of the sample's own `history` out of its ranking (the target stays).
         """
+        if exclude_seen and history not in self._names:
+            raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
         metrics: dict[str, Any] = {}
         for k in ks:
             metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
         candidate_rows = self.rows(table, candidates)
-        for batch, rows in self._evaluation_batches(batches):
-            if not batch.size:
-                continue
+
+        def judge(batch: Batch, rows: dict[str, Any]) -> None:
             if batch.labels is None:
                 raise ValueError("ranking needs batch.labels: the key of each sample's target")
             scores = self.model.score(self.model.query(batch, rows), candidate_rows)  # type: ignore[operator]
@@ -223,39 +231,48 @@ class Trainer:
             ranks = target_ranks(scores, candidate_keys=candidates, target_keys=batch.labels, exclude=exclude)
             for metric in metrics.values():
                 metric.update(ranks)
+
+        self._judge(batches, judge)
         return {name: metric.compute(group=self.group) for name, metric in metrics.items()}
 
-    def _evaluation_batches(self, batches: Iterable[Batch]) -> Iterable[tuple[Batch, dict[str, Any]]]:
-        """Batches with their rows, until no worker has any left; those without get empty ones."""
+    def _judge(self, batches: Iterable[Batch], judge: Callable[[Batch, dict[str, Any]], None]) -> None:
+        """Calls judge(batch, rows) for each batch of this worker, and serves rows until no worker has batches left.
+        What goes wrong on one worker is raised on all."""
         loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
         self.model.eval()
         try:
             with torch.inference_mode():
-                while True:
+                for number in itertools.count():
                     batch, error = None, None
                     try:
                         batch = loader.next()
                     except Exception as problem:
                         error = problem
-                    found = self._lookup(self._ops, batch, error)
-                    if found is None:
+                    ctx = self._lookup(self._ops, batch, error, number=number)
+                    if ctx is None:
                         return
-                    yield found
+                    try:
+                        if ctx.batch.size:
+                            judge(*self._ops.inputs(ctx, 0, train=False))
+                    except Exception as problem:
+                        ctx.error = problem
+                    self._ops.agree(ctx)
         finally:
             loader.close()
             self.model.train()
 
     def _lookup(
-        self, ops: StepOperations, batch: Batch | None, error: BaseException | None = None
-    ) -> tuple[Batch, dict[str, Any]] | None:
+        self, ops: StepOperations, batch: Batch | None, error: BaseException | None = None, *, number: int = 0
+    ) -> Context | None:
+        """The context of a batch whose rows have been read, or None if no worker has one."""
         has_data = batch is not None
         batch = Batch.empty([f.name for f in ops.plan.features]) if batch is None else batch
-        ctx = Context(self.steps, batch, [0, batch.size], self._arena, error=error)
+        ctx = Context(number, batch, [0, batch.size], self._arena, error=error)
         if not ops.route(ctx, has_data=has_data):
             return None
         ops.read(ctx)
         ops.emb(ctx)
-        return ops.inputs(ctx, 0, train=False)
+        return ctx
 
     def rows(self, table: str, keys: Tensor) -> Tensor:
         """The rows of any keys, [len(keys), dim], from whichever workers hold them. Every worker must call it.
@@ -265,9 +282,14 @@ class Trainer:
         (store,) = self._stores(table)
         plan = ExchangePlan([dataclasses.replace(store.table, pooled_at="source")], [Feature("keys", table)])
         ops = StepOperations(plan, [store], self._transport, self._dense, skip_nonfinite=False)
-        found = self._lookup(ops, Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}))
-        assert found is not None
-        return found[1]["keys"].values
+        batch, error = None, None
+        try:
+            batch = checked(Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}), ["keys"])
+        except Exception as problem:
+            error = problem
+        ctx = self._lookup(ops, batch, error)
+        assert ctx is not None
+        return ops.inputs(ctx, 0, train=False)[1]["keys"].values
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -283,6 +305,8 @@ class Trainer:
 
     def load(self, path: str | Path) -> None:
         """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet."""
+        if self.steps:
+            raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
         self.steps = checkpoint.load(Path(path), self._stores(), self._dense, self._transport)
 
     def digest(self) -> str:

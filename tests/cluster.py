@@ -59,7 +59,8 @@ class Cluster:
     def outcomes(
         self, world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
     ) -> list[tuple[str, Any]]:
-        """("ok", result) or ("failed", (error type, message, traceback)) of every rank; "hung" after the timeout."""
+        """("ok", result) or ("failed", (error type, message, traceback)) of every rank; ("hung", None) if a rank says
+        nothing within `timeout` seconds, ("died", exit code) if it is gone."""
         self._grow(world)
         self._runs += 1
         store = Path(self._folder.name) / f"store-{self._runs}"
@@ -77,7 +78,7 @@ class Cluster:
                     results[rank] = ("died", self._workers[rank][0].exitcode)
             if not ready:
                 break
-        if any(kind != "ok" for kind, _ in results):
+        if any(kind in ("hung", "died") for kind, _ in results):
             self.close()  # what is left of the group may be stuck; start anew next time
         return results
 

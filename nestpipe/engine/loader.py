@@ -15,43 +15,61 @@ class _End:
     pass
 
 
+_END = _End()
+
+
 class Loader:
     """`next()` gives the next batch, or None for good once there are no more; what went wrong while reading is raised there.
 
-    skipped counts batches left out because an input was not finite (only if skip_nonfinite).
+    skipped counts batches left out so far because an input was not finite (only if skip_nonfinite).
+    limit: how many batches will be asked for; no more are taken from `batches`, so that another loader may go on there.
     """
 
     def __init__(
-        self, batches: Iterable[Batch], feature_names: Sequence[str], *, skip_nonfinite: bool, timeout: float
+        self,
+        batches: Iterable[Batch],
+        feature_names: Sequence[str],
+        *,
+        skip_nonfinite: bool,
+        timeout: float,
+        limit: int | None = None,
     ) -> None:
         self.skipped = 0
         self._names, self._skip, self._timeout = list(feature_names), skip_nonfinite, timeout
-        self._queue: queue.Queue[Batch | BaseException | _End] = queue.Queue(AHEAD)
+        self._limit = limit
+        # Each with the number of batches skipped before it: the thread may be ahead of what was asked for.
+        self._queue: queue.Queue[tuple[Batch | BaseException | _End, int]] = queue.Queue(AHEAD)
         self._closed = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._read, args=(batches,), name="nestpipe-data", daemon=True)
         self._thread.start()
 
     def _read(self, batches: Iterable[Batch]) -> None:
+        offered = skipped = 0
         try:
-            for batch in batches:
+            source = iter(batches)
+            while self._limit is None or offered < self._limit:
+                batch = next(source, _END)
+                if batch is _END:
+                    break
                 try:
                     checked(batch, self._names)
                 except NotFinite:
                     if not self._skip:
                         raise
-                    self.skipped += 1
+                    skipped += 1
                     continue
-                if not self._offer(batch):
+                if not self._offer(batch, skipped):
                     return
-            self._offer(_End())
+                offered += 1
+            self._offer(_END, skipped)
         except BaseException as error:  # whatever it is, the trainer must hear of it
-            self._offer(error)
+            self._offer(error, skipped)
 
-    def _offer(self, item: Batch | BaseException | _End) -> bool:
+    def _offer(self, item: Batch | BaseException | _End, skipped: int) -> bool:
         while not self._closed.is_set():
             try:
-                self._queue.put(item, timeout=0.2)
+                self._queue.put((item, skipped), timeout=0.2)
                 return True
             except queue.Full:
                 pass
@@ -61,7 +79,7 @@ class Loader:
         if self._ended:
             return None
         try:
-            item = self._queue.get(timeout=self._timeout)
+            item, self.skipped = self._queue.get(timeout=self._timeout)
         except queue.Empty:
             raise TimeoutError(
                 f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
@@ -69,8 +87,10 @@ class Loader:
         if isinstance(item, _End):
             self._ended = True
             return None
-        if isinstance(item, BaseException):
+        if isinstance(item, Exception):
             raise item
+        if isinstance(item, BaseException):  # sys.exit() in a loader must not end this rank alone, and silently
+            raise RuntimeError(f"the data source left with {type(item).__name__}: {item}") from item
         return item
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ class Chunks:
     """Records of `words` float32 each, at positions 0, 1, 2, ...; growing adds a chunk, so no record is ever copied.
 
     Chunks are anonymous mappings: pages cost memory only once touched, and ask for huge pages, without which random
-    access to a table of gigabytes spends its time in page walks.
+    access to a table of gigabytes spends its time in page walks. Private ones: shared mappings, which are Python's
+    default, get no huge pages from Linux as it comes.
     """
 
     def __init__(self, words: int, *, half: bool) -> None:
@@ -37,7 +38,7 @@ class Chunks:
     def reserve(self, num_records: int) -> None:
         """Makes positions below `num_records` usable."""
         while len(self._maps) << self._shift < num_records:
-            chunk = mmap.mmap(-1, self._stride << self._shift)
+            chunk = mmap.mmap(-1, self._stride << self._shift, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 chunk.madvise(mmap.MADV_HUGEPAGE)
             self._maps.append(chunk)

@@ -62,7 +62,7 @@ class MemoryStore:
         self._next_sweep = 0
 
     def __len__(self) -> int:
-        """Rows that keys have of their own."""
+        """Rows that keys have of their own, those past their ttl included until somebody looks; see `stats`."""
         return len(self._index)
 
     @property
@@ -193,6 +193,7 @@ class MemoryStore:
         return int(out[0]), int(out[1])
 
     def stats(self) -> StoreStats:
+        self._sweep(self._step)
         used = (self._used - len(self._free)) * self._chunks.rows.stride
         indexes = self._index.nbytes + self._shared.nbytes + self._sightings.nbytes
         return StoreStats(len(self._index), len(self._shared), used + indexes, self._born, self._evicted)
@@ -282,6 +283,9 @@ class MemoryStore:
 
     def _make_room(self, num_born: int, step: int) -> None:
         assert self._budget is not None and self.table.eviction is not None
+        if len(self) + num_born <= self._budget:
+            return
+        self._sweep(step)  # rows past their ttl do not count: else the moment of the last sweep would show
         if len(self) + num_born <= self._budget:
             return
         keys, positions = self._index.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-import numpy as np
 import torch
 
 from nestpipe.kernels import reference

@@ -1,8 +1,8 @@
 """TorchRec at its best on CPUs and gloo: the same tables, the same dense module, the same loss as nestpipe's Trainer.
 
-Every gradient of TorchRec is averaged over the workers: DDP does it for the dense module, the backward of its all-to-alls
-for the tables. So each worker's loss is scaled by workers / global weight, and the update is the one of the mean over the
-global batch.
+TorchRec averages every gradient over the workers: DDP does it for the dense module, the backward of its all-to-alls
+for the tables. So each worker's loss is scaled by workers / global weight, and the update is the one of the mean over
+the global batch.
 
 What fails without CUDA, in TorchRec 1.8 itself: the pipelines "fused_sparse_dist" and "semi_sync" call `record_stream`
 with a CPU stream ("unknown parameter type"); in "prefetch_sparse_dist" no module is ever prefetched ("Invalid
@@ -122,7 +122,7 @@ class TorchRecSide:
             weight[keys[mine] - first] = values[mine, column : column + weight.shape[1]]
 
     def row_sums(self, table: str, keys: Tensor) -> Tensor:
-        """Reads the AdaGrad sums [len(keys)] beside the rows; collective. Column-wise tables have several: not for them."""
+        """Reads the AdaGrad sums [len(keys)] beside the rows; collective. Not for column-wise tables."""
         return self._read("sum", table, keys)[:, 0]
 
     def _read(self, what: str, table: str, keys: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from nestpipe.bench.peers.allocator import keep_large_blocks
+from nestpipe.process import keep_large_blocks
 
 
 def run_workers(
@@ -31,7 +31,7 @@ def run_workers(
     all of them and is raised here with its traceback.
 
     threads: OMP and torch threads per worker; the machine's cores divided by the workers if left out.
-    keep_blocks: apply `allocator.keep_large_blocks` before the work starts.
+    keep_blocks: apply `process.keep_large_blocks` before the work starts.
     timeout: seconds that a collective may wait for another worker.
     """
     if workers < 1:

@@ -77,7 +77,7 @@ class Workload:
 
 
 class SequenceRanker(nn.Module):
-    """Two HSTU layers over the history and a logit from the state after the last item. No dropout: runs stay comparable."""
+    """Two HSTU layers over the history and a logit from the last state. No dropout: runs stay comparable."""
 
     def __init__(self, *, dim: int, max_length: int, history: str) -> None:
         super().__init__()

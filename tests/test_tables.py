@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nestpipe.optim import OPTIMIZERS, SGD, Adagrad, Adam, RowwiseAdagrad
+from nestpipe.tables import Eviction, Feature, Table, check_declarations, did_you_mean
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 0}, "dim must be a whole number of at least 1, got 0"),
+        ({"dim": 8.0}, r"dim must be a whole number of at least 1, got 8\.0"),
+        ({"optimizer": torch.optim.SGD}, r"optimizer must be a nestpipe row optimizer such as .*, got <class"),
+        ({"optimizer": "sgd"}, "optimizer must be a nestpipe row optimizer such as .*, got 'sgd'"),
+        ({"dtype": torch.float16}, r"dtype must be torch\.float32 or torch\.bfloat16, got torch\.float16"),
+        ({"tier": "tape"}, "tier must be .*, got 'tape'"),
+        ({"admit_after": 0}, "admit_after must be a whole number of at least 1, got 0"),
+        ({"admit_after": 1.5}, r"admit_after must be a whole number of at least 1, got 1\.5"),
+        ({"pooled_at": "worker"}, r"pooled_at must be one of .*'auto', 'source', 'owner'.*, got 'worker'"),
+    ],
+)
+def test_a_bad_table_is_refused_by_name_with_the_value(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^table 'item': {message}"):
+        Table(**{"name": "item", "dim": 8} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give max_rows, ttl or both"),
+        ({"policy": "lru"}, "give max_rows, ttl or both"),
+        ({"max_rows": 5, "policy": "fifo"}, "policy must be 'lru' or 'lfu', got 'fifo'"),
+        ({"max_rows": 0}, "max_rows must be at least 1, got 0"),
+        ({"max_rows": 5, "ttl": 0}, "ttl must be at least 1, got 0"),
+        ({"ttl": -3}, "ttl must be at least 1, got -3"),
+    ],
+)
+def test_a_bad_eviction_is_refused_with_the_value(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Eviction: {message}"):
+        Eviction(**settings)
+
+
+def test_a_bad_pooling_is_refused_with_the_feature() -> None:
+    with pytest.raises(ValueError, match=r"^feature 'liked': pooling must be None, 'sum' or 'mean', got 'max'"):
+        Feature("liked", "item", pooling="max")
+
+
+@pytest.mark.parametrize("kind", [SGD, Adagrad, RowwiseAdagrad, Adam])
+@pytest.mark.parametrize("value", [-0.1, math.nan, "0.1", None, True])
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "clip"])
+def test_a_bad_optimizer_setting_is_refused_by_name_with_the_value(kind, name: str, value) -> None:
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: {name} must be a number >= 0, got {value!r}"):
+        kind(**{name: value})
+
+
+def test_settings_of_single_optimizers_are_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"^Adagrad: initial must be a number >= 0, got -1"):
+        Adagrad(initial=-1)
+    with pytest.raises(ValueError, match=r"^RowwiseAdagrad: eps must be a number >= 0, got -1"):
+        RowwiseAdagrad(eps=-1)
+    for betas in ({"beta1": 1.0}, {"beta2": 1.5}):
+        with pytest.raises(ValueError, match=r"^Adam: beta1 and beta2 must be below 1, got"):
+            Adam(**betas)
+
+
+def test_state_beside_a_row_is_what_each_optimizer_needs() -> None:
+    assert {name: kind().state_floats(10) for name, kind in OPTIMIZERS.items()} == {
+        "sgd": 0,
+        "adagrad": 10,
+        "rowwise_adagrad": 1,
+        "adam": 20,
+    }
+
+
+ITEM, USER = Table("item", dim=8), Table("user", dim=4)
+
+
+def test_good_declarations_pass_and_features_may_share_a_table() -> None:
+    check_declarations(
+        [ITEM, USER], [Feature("history", "item"), Feature("liked", "item", pooling="sum"), Feature("user", "user")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("tables", "features", "message"),
+    [
+        ([ITEM, USER, ITEM], [Feature("a", "item"), Feature("b", "user")], "table 'item' is declared more than once"),
+        ([ITEM], [Feature("a", "item"), Feature("a", "item")], "feature 'a' is declared more than once"),
+        ([ITEM, USER], [Feature("a", "item")], "table 'user' is read by no feature"),
+        (
+            [ITEM, USER],
+            [Feature("a", "itme"), Feature("b", "user")],
+            r"feature 'a' refers to table 'itme', which is not known; did you mean 'item'\? \(known: item, user\)",
+        ),
+        (
+            [ITEM, USER],
+            [Feature("a", "zzz"), Feature("b", "user")],
+            r"feature 'a' refers to table 'zzz', which is not known \(known: item, user\)",
+        ),
+    ],
+)
+def test_bad_declarations_are_refused_with_the_names(tables, features, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_declarations(tables, features)
+
+
+def test_an_unknown_name_where_nothing_is_known_says_so() -> None:
+    assert did_you_mean("item", []) == "which is not known (known: none)"
