@@ -15,9 +15,6 @@ class _End:
     pass
 
 
-_END = _End()
-
-
 class Loader:
     """`next()` gives the next batch, or None for good once there are no more; what went wrong while reading is raised there.
 
@@ -47,11 +44,7 @@ class Loader:
     def _read(self, batches: Iterable[Batch]) -> None:
         offered = skipped = 0
         try:
-            source = iter(batches)
-            while self._limit is None or offered < self._limit:
-                batch = next(source, _END)
-                if batch is _END:
-                    break
+            for batch in batches if self._limit != 0 else ():
                 try:
                     checked(batch, self._names)
                 except NotFinite:
@@ -62,7 +55,9 @@ class Loader:
                 if not self._offer(batch, skipped):
                     return
                 offered += 1
-            self._offer(_END, skipped)
+                if offered == self._limit:
+                    break
+            self._offer(_End(), skipped)
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self._offer(error, skipped)
 

@@ -39,9 +39,9 @@ def address(rows, position):
 
 @kernel
 def ask_for(start, num_bytes):
-    """Prefetches every cache line of [start, start + num_bytes)."""
-    for offset in range(0, num_bytes, 64):
-        prefetch(start + offset)
+    """Prefetches every cache line of [start, start + num_bytes), the last one too where rows do not start at a line."""
+    for line in range(start & -64, start + num_bytes, 64):
+        prefetch(line)
 
 
 @kernel

@@ -364,6 +364,9 @@ class Both:
                 assert same_bits(values[i], rows[key].values)
                 state = store.records(positions[i : i + 1])[0, store.record_words - 3 : store.record_words]
                 assert same_bits(state, rows[key].state)
+            if store.table.eviction and rows is model.rows:
+                counters = store.records(positions)[:, store.record_words :].view(np.int32)
+                assert counters.tolist() == [[rows[key].last_used, rows[key].uses] for key in keys.tolist()]
         seen, counts = store.sightings()
         assert dict(zip(seen.tolist(), counts.tolist(), strict=True)) == model.sightings
 

@@ -1,0 +1,247 @@
+"""Saving and loading: nothing lost, nothing twice, on any number of workers; nothing half-written is ever loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Table, Trainer
+from nestpipe.store.memory import MemoryStore
+from tests.cluster import Cluster
+
+TABLES = [
+    Table("plain", 4, optimizer=Adam(lr=0.01)),
+    Table("half/odd name", 5, optimizer=Adagrad(lr=0.05), dtype=torch.bfloat16),
+    Table("rare", 4, optimizer=Adagrad(lr=0.05), admit_after=3),
+    Table("short", 4, optimizer=SGD(lr=0.05), eviction=Eviction(ttl=2)),
+    Table("busy", 4, optimizer=Adagrad(lr=0.05), eviction=Eviction(max_rows=160, policy="lfu")),
+]
+FEATURES = [Feature(table.name, table.name, "sum") for table in TABLES]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.out = nn.Linear(sum(table.dim for table in TABLES), 1)
+        self.tied = self.out.weight  # the same parameter under two names
+
+    def forward(self, batch: Batch, rows: dict[str, Tensor]) -> Tensor:
+        return self.out(torch.cat([rows[table.name] for table in TABLES], 1))[:, 0].square()
+
+
+def make_trainer(tables: list[Table] = TABLES) -> Trainer:
+    return Trainer(Model(), tables, FEATURES, dense_optimizer=lambda p: torch.optim.Adam(p, 1e-2))
+
+
+def train(trainer: Trainer, first: int, last: int) -> None:
+    for step in range(first, last):
+        rng = np.random.default_rng([6, step, trainer.rank])
+        keys = {table.name: Jagged.from_lists([rng.integers(0, 150, 3).tolist() for _ in range(8)]) for table in TABLES}
+        trainer.step(Batch(keys))
+
+
+def contents(trainer: Trainer) -> dict[str, Any]:
+    """Everything that the stores of all workers hold, by key: each key must be there once."""
+    every: dict[str, dict[str, dict[int, Any]]] = {}
+    for store in trainer._stores():
+        parts = {
+            "rows": _by_key(store, *store.items()),
+            "shared": _by_key(store, *store.shared_items()),
+            "sightings": dict(zip(*(array.tolist() for array in store.sightings()), strict=True)),
+        }
+        merged: dict[str, dict[int, Any]] = {}
+        for name, part in parts.items():
+            gathered = trainer._transport.gather_objects(part)
+            merged[name] = {key: value for one in gathered for key, value in one.items()}
+            assert len(merged[name]) == sum(map(len, gathered)), "a key has two owners"
+        every[store.table.name] = merged
+    return {"tables": every, "updates": [store.updates for store in trainer._stores()], "step": trainer.steps}
+
+
+def _by_key(store: MemoryStore, keys: np.ndarray, positions: np.ndarray) -> dict[int, bytes]:
+    # Values, optimizer state and counters, as bits.
+    return dict(zip(keys.tolist(), [record.tobytes() for record in store.records(positions)], strict=True))
+
+
+def train_and_save(path: Path) -> dict[str, Any]:
+    trainer = make_trainer()
+    train(trainer, 0, 9)
+    digest = trainer.digest()
+    trainer.save(path)
+    saved = {"contents": contents(trainer), "digest": digest, "after": trainer.digest()}
+    train(trainer, 9, 14)
+    return {**saved, "later": trainer.digest(), "later_contents": contents(trainer)}
+
+
+def load(path: Path, go_on: bool) -> dict[str, Any]:
+    trainer = make_trainer()
+    trainer.load(path)
+    loaded: dict[str, Any] = {"contents": contents(trainer), "digest": trainer.digest()}
+    if go_on:
+        train(trainer, 9, 14)
+        loaded |= {"later": trainer.digest(), "later_contents": contents(trainer)}
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint of three workers, and what was in them."""
+    path = tmp_path_factory.mktemp("checkpoints") / "step-9"
+    results = cluster.run(3, train_and_save, path)
+    assert all(result["digest"] == results[0]["digest"] == result["after"] for result in results)
+    return path, results[0]
+
+
+def test_the_run_has_something_of_every_kind_to_save(saved: tuple[Path, dict[str, Any]]) -> None:
+    tables = saved[1]["contents"]["tables"]
+    assert all(table["rows"] for table in tables.values())
+    assert tables["rare"]["shared"] and set(tables["rare"]["sightings"].values()) == {1, 2}
+    assert len(tables["short"]["rows"]) < len(tables["plain"]["rows"]) and len(tables["busy"]["rows"]) > 0
+    assert set(saved[1]["contents"]["updates"]) == {9}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_three_workers_saved_is_whole_on_another_number(
+    cluster: Cluster, saved: tuple[Path, dict[str, Any]], world: int
+) -> None:
+    path, before = saved
+    for loaded in cluster.run(world, load, path, False):
+        assert loaded["digest"] == before["digest"]
+        assert loaded["contents"] == before["contents"]
+
+
+def test_training_goes_on_with_the_same_bits_on_the_same_number_of_workers(
+    cluster: Cluster, saved: tuple[Path, dict[str, Any]]
+) -> None:
+    path, before = saved
+    for loaded in cluster.run(3, load, path, True):
+        assert loaded["contents"] == before["contents"]
+        assert loaded["later"] == before["later"]
+        # Sightings and the counters of eviction have no part in the digest.
+        assert loaded["later_contents"] == before["later_contents"]
+
+
+def test_only_the_finished_folder_is_there(saved: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = saved
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    names = {one.name for one in path.iterdir()}
+    assert {"manifest.json", "dense.safetensors", "table-half%2Fodd%20name.2-of-3.safetensors"} <= names
+
+
+def test_a_folder_without_manifest_is_not_loaded(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    (copy / "manifest.json").unlink()
+    for path in (copy, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=r"is not a checkpoint: it has no manifest\.json"):
+            make_trainer().load(path)
+
+
+def test_a_format_of_the_future_is_refused(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(ValueError, match="format 99"):
+        make_trainer().load(copy)
+
+
+def test_a_missing_file_is_an_error_and_names_it(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    (copy / "table-rare.1-of-3.safetensors").unlink()
+    with pytest.raises(RuntimeError, match="table-rare"):
+        make_trainer().load(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 6}, "table 'plain': dim is 6 here but 4"),
+        ({"optimizer": Adagrad()}, "table 'plain': optimizer is 'Adagrad' here but 'Adam'"),
+        ({"dtype": torch.bfloat16}, "table 'plain': dtype is 'torch.bfloat16' here but 'torch.float32'"),
+        ({"eviction": Eviction(ttl=5)}, "table 'plain': counters"),
+        ({"name": "plein"}, "has no table 'plein'"),
+    ],
+)
+def test_a_table_declared_otherwise_is_refused(
+    saved: tuple[Path, dict[str, Any]], change: dict[str, Any], message: str
+) -> None:
+    tables = [dataclasses.replace(TABLES[0], **change), *TABLES[1:]]
+    features = [Feature(table.name, table.name, "sum") for table in tables]
+    trainer = Trainer(Model(), tables, features, dense_optimizer=torch.optim.SGD)
+    with pytest.raises(ValueError, match=message):
+        trainer.load(saved[0])
+
+
+def test_a_trainer_that_has_trained_does_not_load(saved: tuple[Path, dict[str, Any]]) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 1)
+    with pytest.raises(ValueError, match="has not trained yet"):
+        trainer.load(saved[0])
+
+
+def test_an_existing_path_is_not_overwritten(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path / "one")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="exists already"):
+        trainer.save(tmp_path / "one")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_an_interrupted_save_left_is_neither_loaded_nor_kept(tmp_path: Path) -> None:
+    partial = tmp_path / ".one.partial"
+    partial.mkdir()
+    (partial / "table-stale.0-of-9.safetensors").write_text("half")
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        make_trainer().load(partial)
+    make_trainer().save(tmp_path / "one")
+    assert [one.name for one in tmp_path.iterdir()] == ["one"]
+    assert not list((tmp_path / "one").glob("*stale*"))
+
+
+def save_with_trouble(path: Path) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 2)
+    if trainer.rank == 1:
+
+        def fail() -> None:
+            raise OSError("no space left")
+
+        trainer._stores()[0].items = fail  # type: ignore[assignment,method-assign,return-value]
+    trainer.save(path)
+
+
+def test_trouble_of_one_worker_ends_the_save_of_all_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    for kind, value in cluster.outcomes(2, save_with_trouble, tmp_path / "one", timeout=20):
+        assert kind == "failed" and value[0] == "TrainingError"
+        assert "rank 1: OSError: no space left" in value[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+class Bare(nn.Module):
+    def forward(self, batch: Batch, rows: dict[str, Tensor]) -> Tensor:
+        return rows["bag"].square().sum(1)
+
+
+def test_a_model_without_parameters_is_saved_too(tmp_path: Path) -> None:
+    def make() -> Trainer:
+        return Trainer(
+            Bare(), [Table("bag", 3)], [Feature("bag", "bag", "sum")], dense_optimizer=lambda p: torch.optim.SGD(p, 0.1)
+        )
+
+    trainer, other = make(), make()
+    trainer.step(Batch({"bag": Jagged.from_lists([[1, 2], [3]])}))
+    trainer.save(tmp_path / "one")
+    other.load(tmp_path / "one")
+    assert other.digest() == trainer.digest() and other.steps == 1
