@@ -57,8 +57,10 @@ def main() -> None:
     metrics = trainer.evaluate(clicks(1000 + trainer.rank, steps=10), {"AUC": AUC()})
     stats = trainer.table_stats()
     if trainer.rank == 0:
-        print(f"loss {result.first_loss:.3f} -> {result.last_loss:.3f}, {result.samples_per_second:,.0f} samples/s, AUC {metrics['AUC']:.3f}")
-        print({name: f"{one.rows:,} rows, {one.bytes_per_row:.0f} bytes each" for name, one in stats.items()})
+        print(f"loss {result.first_loss:.3f} -> {result.last_loss:.3f}, AUC {metrics['AUC']:.3f}")
+        print(f"{result.samples_per_second:,.0f} samples/s")
+        for name, one in stats.items():
+            print(f"table {name}: {one.rows:,} rows, {one.bytes_per_row:.0f} bytes each")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-LEAVE_AFTER = 1.0  # seconds; the launcher ends all workers with the first that leaves
+LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 
 
 def main(argv: list[str] | None = None) -> None:

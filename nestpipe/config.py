@@ -10,6 +10,7 @@ import dataclasses
 import fnmatch
 import importlib
 import inspect
+import itertools
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -329,6 +330,10 @@ def _tables(config: Config, data_features: Sequence[str]) -> tuple[list[Table], 
 def _table(name: str, section: TableSection, settings: dict[str, Any]) -> Table:
     if section.dtype not in DTYPES:
         raise ValueError(f"config: tables.{name}.dtype {section.dtype!r}, {did_you_mean(section.dtype, list(DTYPES))}")
+    if section.evict not in ("lru", "lfu"):
+        raise ValueError(
+            f"config: tables.{name}.evict {section.evict!r}, {did_you_mean(section.evict, ['lru', 'lfu'])}"
+        )
     eviction = None
     if section.max_rows is not None or section.ttl is not None:
         eviction = Eviction(max_rows=section.max_rows, policy=section.evict, ttl=section.ttl)
@@ -381,7 +386,9 @@ def _model(config: Config, data: data_sets.Dataset, tables: list[Table], feature
     if "features" in accepted and "features" not in arguments:
         arguments["features"] = [feature.name for feature in features]
     if "num_dense" in accepted and "num_dense" not in arguments:
-        first = next(iter(data.batches("train", batch_size=1, rank=0, world=1, seed=0)), None)
+        # "valid" first: it is not shuffled, so that its first batch is at hand.
+        splits = (data.batches(split, batch_size=1, rank=0, world=1, seed=0) for split in ("valid", "train"))
+        first = next(itertools.chain.from_iterable(splits), None)
         dense = None if first is None else first.dense.get("dense")
         arguments["num_dense"] = dense.shape[1] if isinstance(dense, torch.Tensor) else 0
     missing = [

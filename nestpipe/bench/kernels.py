@@ -206,6 +206,8 @@ def _updates(small: int) -> dict[str, Any]:
     touched = np.unique(positions)
     grads = rng.standard_normal((len(touched), 64), np.float32) * 1e-3
     scratch, f32 = np.empty(64, np.float32), np.float32
+    everything = np.arange(len(touched) + 1, dtype=np.int32)
+    by_row = update.Gradients(grads, everything, everything[:-1], ONES)
     results = {}
     index, values = torch.from_numpy(touched)[None], torch.from_numpy(grads.copy())
     makers: dict[str, Any] = {
@@ -225,7 +227,9 @@ def _updates(small: int) -> dict[str, Any]:
         kernel = getattr(update, name)
 
         def ours(kernel: Any = kernel, view: Any = view, rest: Any = rest, records: Any = records) -> object:
-            return kernel(view, touched, grads, scratch, f32(1), f32(0.01), f32(0), f32(0), *rest)
+            return kernel(
+                view, touched, by_row, np.empty_like(scratch), scratch, f32(1), f32(0.01), f32(0), f32(0), *rest
+            )
 
         weights = torch.nn.Parameter(torch.from_numpy(rows.copy()))
         if name in makers:

@@ -224,7 +224,7 @@ class StepOperations:
         scale = 1.0 / float(ctx.totals[1])
         for k, store in enumerate(self.stores):
             positions = ctx.positions[k]
-            grads = ctx.owner.sum_gradients(k, len(positions), ctx.returned[store.table.dim])
+            grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
             store.update(positions, grads, scale)
         self.dense.update(scale)
 

@@ -1,6 +1,7 @@
-"""The owner's side of an exchange: from received messages to rows, and from received gradients to one sum per row.
+"""The owner's side of an exchange: from received messages to rows, and from received gradients to gradients by row.
 
-Legend: R keys received of one table from all sources, V distinct ones, D dim.
+Legend: R keys received of one table from all sources, V distinct ones, E entries (uses of a row: R of them, or the keys of
+all bags that are pooled here).
 """
 
 from __future__ import annotations
@@ -13,34 +14,30 @@ from nestpipe.arena import Arena
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.source import FIELDS, payload_layout, starts, vector_layout
 from nestpipe.kernels.keys import Deduplicator, compose
-from nestpipe.kernels.route import copy_segments, entry_positions, segment_places
-from nestpipe.kernels.rows import NONE, ONES, Rows, gather, pool, pool_add, scatter_add
-
-
-@dataclasses.dataclass
-class _Bags:
-    """Bags of one table that sources want pooled here."""
-
-    entries: np.ndarray  # place of each key in its source's message
-    counts: np.ndarray  # [W] entries by source
-    offsets: np.ndarray  # [bags + 1] into entries
-    weights: np.ndarray  # [entries] or empty
-    targets: np.ndarray  # [bags] in the buffer of the dim
+from nestpipe.kernels.route import copy_segments, entry_rows, segment_places, spread_over_bags
+from nestpipe.kernels.rows import ONES, Rows, gather, pool
+from nestpipe.kernels.update import Gradients, group_by_row
 
 
 @dataclasses.dataclass
 class OwnedKeys:
-    """What is asked of one table of this owner for one batch: distinct keys, and where each received key is in them."""
+    """What is asked of one table of this owner for one batch.
+
+    keys_V: distinct keys.
+    row_E: which of them each entry uses; vector_E: where in the buffer of its dim that goes (and its gradient comes from).
+    weights_E: may be empty.
+    bags: offsets [bags + 1] into the entries, and the bags' vectors, if they are pooled here; else None.
+    """
 
     keys_V: np.ndarray
-    inverse_R: np.ndarray
-    key_start: np.ndarray  # [W] of each source in the R keys
-    targets_R: np.ndarray  # in the buffer of the dim; empty if bags are pooled here
-    bags: _Bags | None
+    row_E: np.ndarray
+    vector_E: np.ndarray
+    weights_E: np.ndarray
+    bags: tuple[np.ndarray, np.ndarray] | None
 
     def merge(self, places: np.ndarray) -> None:
         """Keys that share a row become one: key v is now row places[v]."""
-        compose(self.inverse_R, places, self.inverse_R)
+        compose(self.row_E, places, self.row_E)
 
 
 class OwnerRoute:
@@ -58,7 +55,7 @@ class OwnerRoute:
         word_start, _ = payload_layout(sizes)
         self.tables = []
         for k in range(len(plan.tables)):
-            fields = sizes[:, 1 + k * FIELDS : 1 + (k + 1) * FIELDS]
+            fields = np.ascontiguousarray(sizes[:, 1 + k * FIELDS : 1 + (k + 1) * FIELDS].T)
             self.tables.append(self._owned(k, fields, payload, word_start[k], vector_start[k], dedup))
 
     def _owned(
@@ -71,67 +68,50 @@ class OwnerRoute:
         dedup: Deduplicator,
     ) -> OwnedKeys:
         take = self._arena.take
-        counts, vectors, entries, weighted = (np.ascontiguousarray(column) for column in fields.T)
+        counts, vectors, entries, weighted = fields
         key_start, num_keys = starts(counts), int(counts.sum())
         keys = take(f"received keys {k}", num_keys, np.int64)
         copy_segments(payload, word_start[0], keys.view(np.int32), key_start * 2, counts * 2)
         unique, inverse = take(f"owned unique {k}", num_keys, np.int64), take(f"owned inverse {k}", num_keys, np.int32)
         unique = unique[: dedup(keys, unique, inverse)]
-        num_vectors = int(vectors.sum())
-        targets = take(f"owned targets {k}", num_vectors, np.int64)
+        targets = take(f"owned targets {k}", int(vectors.sum()), np.int32)
         segment_places(vectors, vector_start, targets)
         if not self._plan.at_owner[k]:
-            return OwnedKeys(unique, inverse, key_start, targets, None)
-        bags = self._received_bags(k, vectors, entries, weighted, payload, word_start, targets)
-        return OwnedKeys(unique, inverse, key_start, NONE, bags)
+            return OwnedKeys(unique, inverse, targets, ONES, None)
 
-    def _received_bags(
-        self,
-        k: int,
-        vectors: np.ndarray,
-        entries: np.ndarray,
-        weighted: np.ndarray,
-        payload: np.ndarray,
-        word_start: np.ndarray,
-        targets: np.ndarray,
-    ) -> _Bags:
-        take = self._arena.take
-        lengths = take(f"owned lengths {k}", int(vectors.sum()), np.int32)
+        lengths = take(f"owned lengths {k}", len(targets), np.int32)
         copy_segments(payload, word_start[1], lengths, starts(vectors), vectors)
         offsets = take(f"owned offsets {k}", len(lengths) + 1, np.int64)
         offsets[0] = 0
         np.cumsum(lengths, out=offsets[1:])
-        kept = take(f"owned entries {k}", int(entries.sum()), np.int32)
-        copy_segments(payload, word_start[2], kept, starts(entries), entries)
+        places = take(f"owned entries {k}", int(entries.sum()), np.int32)
+        copy_segments(payload, word_start[2], places, starts(entries), entries)
         weights = ONES
         if weighted.any():
-            weights = take(f"owned weights {k}", len(kept), np.float32)
+            weights = take(f"owned weights {k}", len(places), np.float32)
             weights[:] = 1  # of sources that sent none
             copy_segments(payload, word_start[3], weights.view(np.int32), starts(entries), entries * weighted)
-        return _Bags(kept, entries, offsets, weights, targets)
+        row, vector = take(f"owned rows {k}", len(places), np.int32), take(f"owned vectors {k}", len(places), np.int32)
+        entry_rows(places, entries, key_start, inverse, row)
+        spread_over_bags(offsets, targets, vector)
+        return OwnedKeys(unique, row, vector, weights, (offsets, targets))
 
     def answer(self, k: int, rows: Rows, positions_V: np.ndarray, out: np.ndarray) -> None:
         """Writes what the sources asked of table k into the buffer of its dim; key v's row is record positions_V[v]."""
         owned = self.tables[k]
+        positions = self._arena.take(f"owned positions {k}", len(owned.row_E), np.int64)
+        compose(owned.row_E, positions_V, positions)
         if owned.bags is None:
-            positions = self._arena.take(f"owned positions {k}", len(owned.inverse_R), np.int64)
-            compose(owned.inverse_R, positions_V, positions)
-            gather(rows, positions, owned.targets_R, out)
-            return
-        bags = owned.bags
-        positions = self._arena.take(f"owned positions {k}", len(bags.entries), np.int64)
-        entry_positions(bags.entries, bags.counts, owned.key_start, owned.inverse_R, positions_V, positions)
-        pool(rows, positions, bags.offsets, bags.weights, bags.targets, out)
+            gather(rows, positions, owned.vector_E, out)
+        else:
+            offsets, targets = owned.bags
+            pool(rows, positions, offsets, owned.weights_E, targets, out)
 
-    def sum_gradients(self, k: int, num_rows: int, received: np.ndarray) -> np.ndarray:
-        """[num_rows, D]: gradients of table k's rows, summed over sources in the order of their ranks."""
-        owned, bags = self.tables[k], self.tables[k].bags
-        grads = self._arena.take(f"owned grads {k}", (num_rows, received.shape[1]), np.float32)
-        grads[:] = 0
-        if bags is None:
-            scatter_add(received, owned.targets_R, owned.inverse_R, grads)
-            return grads
-        places = self._arena.take(f"owned positions {k}", len(bags.entries), np.int64)
-        entry_positions(bags.entries, bags.counts, owned.key_start, owned.inverse_R, np.arange(num_rows), places)
-        pool_add(received, bags.targets, places, bags.offsets, bags.weights, grads)
-        return grads
+    def gradients(self, k: int, num_rows: int, received: np.ndarray) -> Gradients:
+        """The received gradients by row of table k: of each row, in the order of source ranks."""
+        owned, take = self.tables[k], self._arena.take
+        num_entries, num_weights = len(owned.row_E), len(owned.weights_E)
+        start, cursor = take(f"start {k}", num_rows + 1, np.int32), take(f"cursor {k}", num_rows, np.int32)
+        origins, weights = take(f"origins {k}", num_entries, np.int32), take(f"by row {k}", num_weights, np.float32)
+        group_by_row(owned.row_E, num_rows, owned.vector_E, owned.weights_E, start, cursor, origins, weights)
+        return Gradients(received, start, origins, weights)

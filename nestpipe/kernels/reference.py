@@ -335,7 +335,15 @@ def cut_bags(
     )
 
 
-def entry_positions(entries: Tensor, counts: Tensor, key_start: Tensor, inverse: Tensor, positions: Tensor) -> Tensor:
-    """Positions of the keys that entries name; source s sent counts[s] entries, and its keys start at key_start[s]."""
+def entry_rows(entries: Tensor, counts: Tensor, key_start: Tensor, inverse: Tensor) -> Tensor:
+    """Which distinct key each entry names; source s sent counts[s] entries, and its keys start at key_start[s]."""
     source = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return positions[inverse[key_start[source] + entries]]
+    return inverse[key_start[source] + entries]
+
+
+def sums_by_row(row_of: Tensor, num_rows: int, grads: Tensor, origins: Tensor, weights: Tensor) -> Tensor:
+    """What a row optimizer sees of Gradients: for each row, weights[e] * grads[origins[e]] added in the order of e."""
+    out = torch.zeros(num_rows, grads.shape[1])
+    for e, row in enumerate(row_of.tolist()):
+        out[row] += grads[origins[e]] * (weights[e] if len(weights) else 1)
+    return out

@@ -96,10 +96,18 @@ def fill_bags(
 
 
 @kernel
-def entry_positions(entries, counts, key_start, inverse, positions, out):
-    """Entries name keys by their place in the source's message; out = the positions of those keys at the owner."""
+def entry_rows(entries, counts, key_start, inverse, out):
+    """Entries name keys by their place in the source's message; out = which of the owner's distinct keys that is."""
     e = 0
     for s in range(len(counts)):
         for _ in range(counts[s]):
-            out[e] = positions[inverse[key_start[s] + entries[e]]]
+            out[e] = inverse[key_start[s] + entries[e]]
             e += 1
+
+
+@kernel
+def spread_over_bags(offsets, targets, out):
+    """out[e] = targets[b] for every entry e of bag b."""
+    for b in range(len(targets)):
+        for e in range(offsets[b], offsets[b + 1]):
+            out[e] = targets[b]

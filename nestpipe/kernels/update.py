@@ -1,12 +1,14 @@
 """Row optimizers as kernels: one pass over the touched rows, each with its state beside it.
 
-For every i: grad = grads[i] * scale, clipped to norm `clip` (0: not), plus weight_decay * row; then the optimizer's rule.
-Arithmetic is float32 in a fixed order; `grads` is used up as scratch. `row` is scratch of dim floats for bfloat16 rows.
+For every i: grad = the sum of row i's gradients, in order, times scale, clipped to norm `clip` (0: not), plus
+weight_decay * row; then the optimizer's rule. Arithmetic is float32 in a fixed order. Summing here, and not into a buffer
+first, saves three trips through memory. `grad` and `row` are scratch of dim floats.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray
@@ -15,6 +17,35 @@ from nestpipe.kernels.jit import float_pointer, half_pointer, kernel
 from nestpipe.kernels.rows import address, ask_for, narrow, widen
 
 NEAR = 4  # records between asking for a record and updating it
+
+
+class Gradients(NamedTuple):
+    """Gradients by row: row i's are weights[e] * values[origins[e]] for e from start[i] to start[i + 1].
+
+    weights may be empty: then each is 1.
+    """
+
+    values: np.ndarray  # [N, dim] float32
+    start: np.ndarray  # [rows + 1]
+    origins: np.ndarray
+    weights: np.ndarray
+
+
+@kernel
+def group_by_row(row_of, num_rows, origins, weights, start, cursor, sorted_origins, sorted_weights):
+    """Stable counting sort of entries by row: fills start [num_rows + 1] and the sorted arrays. cursor: scratch."""
+    start[:] = 0
+    for e in range(len(row_of)):
+        start[row_of[e] + 1] += 1
+    for i in range(num_rows):
+        start[i + 1] += start[i]
+        cursor[i] = start[i]
+    for e in range(len(row_of)):
+        place = cursor[row_of[e]]
+        cursor[row_of[e]] = place + 1
+        sorted_origins[place] = origins[e]
+        if len(weights):
+            sorted_weights[place] = weights[e]
 
 
 @kernel
@@ -39,8 +70,8 @@ def _sum_of_squares(values):
 
 
 @kernel
-def _prepare(rows, positions, i, grad, row, stride_used, scale, weight_decay, clip):
-    """Loads row i (into `row` if it is bfloat16), makes its gradient ready; returns the row's values."""
+def _prepare(rows, positions, i, grads, grad, row, stride_used, scale, weight_decay, clip):
+    """Loads row i (into `row` if it is bfloat16), makes its gradient ready in `grad`; returns the row's values."""
     dim = len(grad)
     if i + NEAR < len(positions):
         ask_for(address(rows, positions[i + NEAR]), stride_used)
@@ -52,6 +83,12 @@ def _prepare(rows, positions, i, grad, row, stride_used, scale, weight_decay, cl
             values[d] = widen(bits[d])
     else:
         values = carray(float_pointer(here), dim)
+    grad[:] = 0
+    for e in range(grads.start[i], grads.start[i + 1]):
+        part = grads.values[grads.origins[e]]
+        weight = grads.weights[e] if len(grads.weights) else np.float32(1)
+        for d in range(dim):
+            grad[d] += weight * part[d]
     for d in range(dim):
         grad[d] *= scale
     if clip > 0:
@@ -81,22 +118,20 @@ def _state(rows, position, dim, state_floats):
 
 
 @kernel
-def sgd(rows, positions, grads, row, scale, lr, weight_decay, clip):
-    dim = grads.shape[1]
+def sgd(rows, positions, grads, grad, row, scale, lr, weight_decay, clip):
+    dim = len(grad)
     for i in range(len(positions)):
-        grad = grads[i]
-        values = _prepare(rows, positions, i, grad, row, dim * 4, scale, weight_decay, clip)
+        values = _prepare(rows, positions, i, grads, grad, row, dim * 4, scale, weight_decay, clip)
         for d in range(dim):
             values[d] -= lr * grad[d]
         _store(rows, positions[i], values)
 
 
 @kernel
-def adagrad(rows, positions, grads, row, scale, lr, weight_decay, clip, eps):
-    dim = grads.shape[1]
+def adagrad(rows, positions, grads, grad, row, scale, lr, weight_decay, clip, eps):
+    dim = len(grad)
     for i in range(len(positions)):
-        grad = grads[i]
-        values = _prepare(rows, positions, i, grad, row, dim * 8, scale, weight_decay, clip)
+        values = _prepare(rows, positions, i, grads, grad, row, dim * 8, scale, weight_decay, clip)
         total = _state(rows, positions[i], dim, dim)
         for d in range(dim):
             total[d] += grad[d] * grad[d]
@@ -105,11 +140,10 @@ def adagrad(rows, positions, grads, row, scale, lr, weight_decay, clip, eps):
 
 
 @kernel
-def rowwise_adagrad(rows, positions, grads, row, scale, lr, weight_decay, clip, eps):
-    dim = grads.shape[1]
+def rowwise_adagrad(rows, positions, grads, grad, row, scale, lr, weight_decay, clip, eps):
+    dim = len(grad)
     for i in range(len(positions)):
-        grad = grads[i]
-        values = _prepare(rows, positions, i, grad, row, dim * 4 + 4, scale, weight_decay, clip)
+        values = _prepare(rows, positions, i, grads, grad, row, dim * 4 + 4, scale, weight_decay, clip)
         total = _state(rows, positions[i], dim, 1)
         total[0] += _sum_of_squares(grad) / np.float32(dim)
         step = lr / (np.float32(math.sqrt(total[0])) + eps)
@@ -119,16 +153,15 @@ def rowwise_adagrad(rows, positions, grads, row, scale, lr, weight_decay, clip, 
 
 
 @kernel
-def adam(rows, positions, grads, row, scale, lr, weight_decay, clip, beta1, beta2, eps, updates):
+def adam(rows, positions, grads, grad, row, scale, lr, weight_decay, clip, beta1, beta2, eps, updates):
     """`updates` counts the table's updates, this one included. beta1 and beta2 are float64: 1 - beta must not be rounded
     before it is taken."""
-    dim = grads.shape[1]
+    dim = len(grad)
     step = np.float32(lr * math.sqrt(1.0 - beta2**updates) / (1.0 - beta1**updates))
     keep1, keep2 = np.float32(beta1), np.float32(beta2)
     take1, take2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(len(positions)):
-        grad = grads[i]
-        values = _prepare(rows, positions, i, grad, row, dim * 12, scale, weight_decay, clip)
+        values = _prepare(rows, positions, i, grads, grad, row, dim * 12, scale, weight_decay, clip)
         moments = _state(rows, positions[i], dim, 2 * dim)
         for d in range(dim):
             first = keep1 * moments[d] + take1 * grad[d]

@@ -11,6 +11,7 @@ from nestpipe.kernels import records, update
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import NUM_SHARDS, mix, shards
 from nestpipe.kernels.rows import NONE, Rows, birth, first_rows, gather
+from nestpipe.kernels.update import Gradients
 from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from nestpipe.store.chunks import Chunks
 from nestpipe.tables import Normal, Table
@@ -56,7 +57,7 @@ class MemoryStore:
         name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
         self._seed = np.uint64(mix(np.uint64(name ^ (seed % 2**64))))
         self._shared_seed = np.uint64(mix(self._seed))
-        self._scratch = np.empty(table.dim, np.float32)
+        self._scratch, self._grad = np.empty(table.dim, np.float32), np.empty(table.dim, np.float32)
         eviction = table.eviction
         self._budget = None if eviction is None or eviction.max_rows is None else -(-eviction.max_rows // world)
         self._next_sweep = 0
@@ -122,11 +123,11 @@ class MemoryStore:
             else:
                 first_rows(self._seed, keys, positions, normal, a, b, self.rows.half, out)
 
-    def update(self, positions: np.ndarray, grads: np.ndarray, scale: float) -> None:
-        """Applies the row optimizer once to distinct positions; grads is used up."""
+    def update(self, positions: np.ndarray, grads: Gradients, scale: float) -> None:
+        """Applies the row optimizer once to distinct positions, whose gradients are summed and multiplied by scale."""
         self.updates += 1
         optimizer, f32 = self.table.optimizer, np.float32
-        common = (self.rows, positions, grads, self._scratch, f32(scale), f32(self.lr),
+        common = (self.rows, positions, grads, self._grad, self._scratch, f32(scale), f32(self.lr),
                   f32(optimizer.weight_decay), f32(optimizer.clip))  # fmt: skip
         match optimizer:
             case SGD():

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nestpipe.kernels.rows import Rows
+from nestpipe.kernels.rows import ONES, Rows
+from nestpipe.kernels.update import Gradients
 
 few = settings(max_examples=40, deadline=None)  # no deadline: a kernel's first call compiles it
 
@@ -20,6 +21,12 @@ seeds = st.integers(0, 2**32 - 1)
 
 def int64(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
+
+
+def one_each(grads: np.ndarray) -> Gradients:
+    """Gradients [V, D] of V rows, one for each."""
+    everything = np.arange(len(grads) + 1, dtype=np.int32)
+    return Gradients(grads, everything, everything[:-1], ONES)
 
 
 def signed(bits: int) -> int:

@@ -11,10 +11,11 @@ from nestpipe.kernels.keys import Deduplicator, bucket
 from nestpipe.kernels.route import (
     copy_segments,
     count_bags,
-    entry_positions,
+    entry_rows,
     fill_bags,
     mean_weights,
     segment_places,
+    spread_over_bags,
 )  # fmt: skip
 from nestpipe.kernels.rows import NONE, ONES, pool, rows_of
 from tests.kernels.cases import few, floats, int64, same_bits, seeds
@@ -141,13 +142,19 @@ def test_pooling_the_parts_and_then_the_vectors_is_pooling_the_bags(seed: int, w
 
 @given(seeds, st.integers(1, 4))
 @few
-def test_entry_positions_equal_the_reference(seed: int, sources: int) -> None:
+def test_entry_rows_equal_the_reference(seed: int, sources: int) -> None:
     rng = np.random.default_rng(seed)
     keys_of = rng.integers(1, 6, sources)
     counts, key_start = rng.integers(0, 7, sources), starts(keys_of)
     inverse = rng.integers(0, 4, keys_of.sum()).astype(np.int32)
     entries = np.concatenate([rng.integers(0, k, n) for k, n in zip(keys_of, counts, strict=True)]).astype(np.int32)
-    positions, out = rng.permutation(100)[:4].astype(np.int64), np.full(len(entries), -9, np.int64)
-    entry_positions(entries, counts, key_start, inverse, positions, out)
-    expected = reference.entry_positions(*map(torch.from_numpy, (entries, counts, key_start, inverse, positions)))
+    out = np.full(len(entries), -9, np.int32)
+    entry_rows(entries, counts, key_start, inverse, out)
+    expected = reference.entry_rows(*map(torch.from_numpy, (entries, counts, key_start, inverse)))
     assert out.tolist() == expected.tolist()
+
+
+def test_every_entry_of_a_bag_gets_its_target() -> None:
+    out = np.full(5, -1, np.int32)
+    spread_over_bags(int64([0, 2, 2, 5]), int64([7, 8, 9]), out)
+    assert out.tolist() == [7, 7, 9, 9, 9]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.kernels import reference, update
-from tests.kernels.cases import Records, few, floats, int64, same_bits, seeds
+from tests.kernels.cases import Records, few, floats, int64, one_each, same_bits, seeds
 
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
@@ -16,7 +18,7 @@ def state_floats(name: str, dim: int) -> int:
     return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim}[name]
 
 
-def run_kernel(name: str, records: Records, positions: np.ndarray, grads: np.ndarray, **settings: float) -> None:
+def run_kernel(name: str, records: Records, positions: np.ndarray, grads: Any, **settings: float) -> None:
     """Calls the kernel as the store does: settings as float32 except for the betas of Adam."""
     f32, row = np.float32, np.full(records.dim, np.nan, np.float32)
     common = [f32(settings.get(one, usual)) for one, usual in
@@ -27,7 +29,8 @@ def run_kernel(name: str, records: Records, positions: np.ndarray, grads: np.nda
         own = [*betas, f32(settings.get("eps", 1e-8)), int(settings.get("updates", 1))]
     elif name != "sgd":
         own = [f32(settings.get("eps", 1e-10))]
-    getattr(update, name)(records.rows, positions, grads, row, *common, *own)
+    gradients = grads if isinstance(grads, update.Gradients) else one_each(grads)
+    getattr(update, name)(records.rows, positions, gradients, row.copy(), row, *common, *own)
 
 
 # lr and the like as powers of two would hide a missing rounding; these do not.
@@ -142,3 +145,29 @@ def test_a_zero_gradient_leaves_a_newborn_row_alone(name: str) -> None:
     records = Records(torch.ones(1, 3), torch.zeros(1, state_floats(name, 3)))
     run_kernel(name, records, int64([0]), np.zeros((1, 3), np.float32), clip=1.0)
     assert records.values.tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(seed=seeds, num_rows=st.integers(1, 6), num_entries=st.integers(0, 20), weighted=st.booleans())
+@few
+def test_gradients_of_a_row_are_summed_in_order(name, seed, num_rows, num_entries, weighted) -> None:
+    rng, dim = np.random.default_rng(seed), 5
+    grads, origins = floats(rng, 7, dim), rng.integers(0, 7, num_entries).astype(np.int32)
+    row_of = rng.integers(0, num_rows, num_entries).astype(np.int32)
+    weights = floats(rng, num_entries) if weighted else np.empty(0, np.float32)
+    start, cursor = np.full(num_rows + 1, -1, np.int32), np.full(num_rows, -1, np.int32)
+    by_row = update.Gradients(
+        grads, start, np.full(num_entries, -1, np.int32), np.full(len(weights), np.nan, np.float32)
+    )
+    update.group_by_row(row_of, num_rows, origins, weights, start, cursor, by_row.origins, by_row.weights)
+    summed = reference.sums_by_row(
+        *(torch.from_numpy(row_of), num_rows), *map(torch.from_numpy, (grads, origins, weights))
+    )
+
+    rows, state = torch.from_numpy(floats(rng, num_rows, dim)), torch.rand(num_rows, state_floats(name, dim))
+    one, other = Records(rows, state), Records(rows, state)
+    positions = rng.permutation(num_rows).astype(np.int64)
+    run_kernel(name, one, positions, by_row)
+    run_kernel(name, other, positions, summed.numpy().copy())
+    assert same_bits(one.values, other.values)
+    assert same_bits(one.state, other.state)

@@ -13,7 +13,7 @@ from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from nestpipe.store import chunks
 from nestpipe.store.memory import MemoryStore
 from nestpipe.tables import Eviction, Normal, Table, Uniform
-from tests.kernels.cases import EXTREMES, int64, key_with_hash, same_bits
+from tests.kernels.cases import EXTREMES, int64, key_with_hash, one_each, same_bits
 from tests.store.model import ModelStore, OverBudget, Row, first_values
 
 few = settings(max_examples=60, deadline=None)
@@ -51,7 +51,7 @@ def state_of(store: MemoryStore, keys: list[int]) -> torch.Tensor:
 def train(store: MemoryStore, keys: list[int], step: int, grad: float = 1.0) -> None:
     """One step that uses the keys; every row used gets the same gradient."""
     positions = np.unique(store.resolve(int64(keys), step))
-    store.update(positions, np.full((len(positions), store.table.dim), grad, np.float32), 1.0)
+    store.update(positions, one_each(np.full((len(positions), store.table.dim), grad, np.float32)), 1.0)
 
 
 def own_keys(store: MemoryStore) -> list[int]:
@@ -153,7 +153,7 @@ def test_an_empty_batch_changes_nothing() -> None:
         store.resolve(int64([1, 2]), 0)
         before = store.digest()
         assert store.resolve(int64([]), 1).tolist() == []
-        store.update(int64([]), np.empty((0, 3), np.float32), 1.0)
+        store.update(int64([]), one_each(np.empty((0, 3), np.float32)), 1.0)
         assert values_of(store, []).shape == (0, 3)
         assert store.digest() == before
 
@@ -188,7 +188,7 @@ def test_three_updates_equal_the_reference_with_state_beside_each_row(optimizer,
         if isinstance(optimizer, Adam):
             with_all["updates"] = update
         rows[touched], state[touched] = rule(rows[touched], state[touched], grads, scale=0.25, **with_all)
-        store.update(store.resolve(int64(touched), update), grads.numpy().copy(), 0.25)
+        store.update(store.resolve(int64(touched), update), one_each(grads.numpy().copy()), 0.25)
     assert store.updates == 3
     assert same_bits(values_of(store, keys), rows)
     assert same_bits(state_of(store, keys), state)
@@ -344,7 +344,7 @@ class Both:
             grads[position] = grads.get(position, 0.0) + i + 1
         assert len({id(row) for row in rows}) == len(row_at)
         grads_VD = torch.tensor(list(grads.values()))[:, None] * torch.tensor([1.0, -2.0, 0.5])
-        self.store.update(int64(list(grads)), grads_VD.numpy().copy(), 1.0)
+        self.store.update(int64(list(grads)), one_each(grads_VD.numpy().copy()), 1.0)
         for row, grad in zip(row_at.values(), grads_VD, strict=True):
             self.model.update(row, grad)
 
