@@ -371,6 +371,24 @@ def test_a_batch_with_a_loss_that_is_not_finite_is_skipped_on_all_ranks_and_chan
     cluster.run(2, skip_losses, micro_batches)
 
 
+def train_around(middle: str, micro_batches: int) -> None:
+    trainer, clean = (make_trainer(on_nonfinite="skip", micro_batches=micro_batches) for _ in range(2))
+    good = batch_of(range(8))
+    trainer.step(good)
+    trainer.step(spoilt(BAD, range(8)) if middle == "skipped" and trainer.rank == 1 else batch_of([]))
+    trainer.step(good)
+    clean.fit([good, good])
+    assert_same(state_of(trainer), state_of(clean), exact=True)
+
+
+@pytest.mark.parametrize("middle", ["skipped", "empty"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_batch_that_is_not_trained_on_leaves_no_gradient_behind(
+    cluster: Cluster, middle: str, micro_batches: int
+) -> None:
+    cluster.run(2, train_around, middle, micro_batches)
+
+
 # -- bad input: an error on every rank, soon, that says where and what --------------------------------------------------
 
 

@@ -205,7 +205,7 @@ def _updates(small: int) -> dict[str, Any]:
     rows, positions, rng = _rows(small)
     touched = np.unique(positions)
     grads = rng.standard_normal((len(touched), 64), np.float32) * 1e-3
-    scratch, f32 = np.empty(64, np.float32), np.float32
+    scratch, f32 = update.scratch_for(64), np.float32
     everything = np.arange(len(touched) + 1, dtype=np.int32)
     by_row = update.Gradients(grads, everything, everything[:-1], ONES)
     results = {}
@@ -227,9 +227,7 @@ def _updates(small: int) -> dict[str, Any]:
         kernel = getattr(update, name)
 
         def ours(kernel: Any = kernel, view: Any = view, rest: Any = rest, records: Any = records) -> object:
-            return kernel(
-                view, touched, by_row, np.empty_like(scratch), scratch, f32(1), f32(0.01), f32(0), f32(0), *rest
-            )
+            return kernel(view, touched, by_row, scratch, f32(1), f32(0.01), f32(0), f32(0), *rest)
 
         weights = torch.nn.Parameter(torch.from_numpy(rows.copy()))
         if name in makers:

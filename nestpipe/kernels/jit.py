@@ -19,6 +19,11 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
 
 
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of kernels, pasted into them: a call would count references to the arrays it is given, atomically."""
+    return numba.njit(nogil=True, error_model="numpy", boundscheck=False, inline="always")(function)
+
+
 def _pointer_to(numba_type, llvm_type):
     @intrinsic
     def pointer(typingctx, address):

@@ -57,7 +57,8 @@ class MemoryStore:
         name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
         self._seed = np.uint64(mix(np.uint64(name ^ (seed % 2**64))))
         self._shared_seed = np.uint64(mix(self._seed))
-        self._scratch, self._grad = np.empty(table.dim, np.float32), np.empty(table.dim, np.float32)
+        self._scratch = np.empty(table.dim, np.float32)
+        self._update_scratch = update.scratch_for(table.dim)
         eviction = table.eviction
         self._budget = None if eviction is None or eviction.max_rows is None else -(-eviction.max_rows // world)
         self._next_sweep = 0
@@ -127,7 +128,7 @@ class MemoryStore:
         """Applies the row optimizer once to distinct positions, whose gradients are summed and multiplied by scale."""
         self.updates += 1
         optimizer, f32 = self.table.optimizer, np.float32
-        common = (self.rows, positions, grads, self._grad, self._scratch, f32(scale), f32(self.lr),
+        common = (self.rows, positions, grads, self._update_scratch, f32(scale), f32(self.lr),
                   f32(optimizer.weight_decay), f32(optimizer.clip))  # fmt: skip
         match optimizer:
             case SGD():

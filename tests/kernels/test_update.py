@@ -20,7 +20,7 @@ def state_floats(name: str, dim: int) -> int:
 
 def run_kernel(name: str, records: Records, positions: np.ndarray, grads: Any, **settings: float) -> None:
     """Calls the kernel as the store does: settings as float32 except for the betas of Adam."""
-    f32, row = np.float32, np.full(records.dim, np.nan, np.float32)
+    f32 = np.float32
     common = [f32(settings.get(one, usual)) for one, usual in
               (("scale", 1.0), ("lr", 0.1), ("weight_decay", 0.0), ("clip", 0.0))]  # fmt: skip
     own: list[float] = []
@@ -30,7 +30,7 @@ def run_kernel(name: str, records: Records, positions: np.ndarray, grads: Any, *
     elif name != "sgd":
         own = [f32(settings.get("eps", 1e-10))]
     gradients = grads if isinstance(grads, update.Gradients) else one_each(grads)
-    getattr(update, name)(records.rows, positions, gradients, row.copy(), row, *common, *own)
+    getattr(update, name)(records.rows, positions, gradients, update.scratch_for(records.dim), *common, *own)
 
 
 # lr and the like as powers of two would hide a missing rounding; these do not.
