@@ -34,7 +34,7 @@ class Jagged:
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Jagged:
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         return cls(values, offsets, weights)
 
@@ -48,10 +48,10 @@ class Jagged:
     def positions(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Where the values of the given samples lie, and the offsets of the lists made of them."""
         lengths = self.lengths[samples]
-        offsets = torch.zeros(len(samples) + 1, dtype=torch.int64)
+        offsets = torch.zeros(len(samples) + 1, dtype=torch.int64, device=samples.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         shift = torch.repeat_interleave(self.offsets[:-1][samples] - offsets[:-1], lengths)
-        return torch.arange(len(shift)) + shift, offsets
+        return torch.arange(len(shift), device=shift.device) + shift, offsets
 
     def select(self, samples: Tensor) -> Jagged:
         """The lists of the given samples, in the given order."""
@@ -71,14 +71,14 @@ class Jagged:
 
     def sample_ids(self) -> Tensor:
         """For each of the T values, the sample it belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
 
     def to_padded(self, length: int | None = None, value: float = 0) -> Tensor:
         """[B, length] or [B, length, D]; differentiable. `length` defaults to the longest list; longer lists are cut."""
         longest = int(self.lengths.max()) if len(self) else 0
         length = longest if length is None else length
         values, offsets = self.values, self.offsets
-        within = torch.arange(len(values)) - torch.repeat_interleave(offsets[:-1], self.lengths)
+        within = torch.arange(len(values), device=values.device) - torch.repeat_interleave(offsets[:-1], self.lengths)
         where = self.sample_ids() * length + within
         if longest > length:
             kept = within < length
@@ -123,6 +123,8 @@ class Batch:
         return self._map(lambda jagged: jagged.slice(first, last), lambda tensor: tensor[first:last])
 
     def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":  # where batches are made
+            return self
         return self._map(lambda jagged: jagged.to(device), lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, jagged: Callable[[Jagged], Jagged], tensor: Callable[[Tensor], Tensor]) -> Batch:

@@ -53,6 +53,7 @@ class TrainSection:
     steps, epochs: stop after the first of the two that is given; one epoch if neither is.
     seed: of the model, the rows and the order of data.
     dense_optimizer, dense_lr, dense_weight_decay: of the model's own parameters.
+    lr_decay: "none", or "cosine": every learning rate falls to a twentieth over `steps`.
     on_nonfinite: "raise" or "skip".
     eval_split, eval_batch_size: what the run is judged on at its end.
     eval_every: steps between evaluations on "valid"; 0 means none.
@@ -68,6 +69,7 @@ class TrainSection:
     dense_optimizer: str = "adam"
     dense_lr: float = 1e-3
     dense_weight_decay: float = 0.0
+    lr_decay: str = "none"
     on_nonfinite: str = "raise"
     eval_split: str = "test"
     eval_batch_size: int = 256
@@ -75,6 +77,14 @@ class TrainSection:
     rank_at: tuple[int, ...] = (10, 50)
     exclude_seen: bool = True
     timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        choices = {"dense_optimizer": list(DENSE_OPTIMIZERS), "lr_decay": ["none", "cosine"]}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"config: train.{name} {getattr(self, name)!r}, {did_you_mean(getattr(self, name), known)}")
+        if self.lr_decay != "none" and self.steps is None:
+            raise ValueError("config: train.lr_decay needs train.steps, to know where the end is")
 
 
 @dataclasses.dataclass(kw_only=True)

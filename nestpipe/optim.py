@@ -13,7 +13,7 @@ import dataclasses
 class RowOptimizer:
     """Settings that every row optimizer has.
 
-    lr: learning rate; `Trainer.set_row_lr` changes it during a run.
+    lr: learning rate; `Trainer.scale_lr` changes it during a run.
     weight_decay: L2 term added to the gradient of rows that the batch touched (as torch optimizers do it).
     clip: largest Euclidean norm of one row's gradient; longer ones are scaled down to it. 0 means no limit.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, 
 
     def on_step(result: StepResult) -> None:
         curves.step(result)
+        if config.train.lr_decay == "cosine":
+            trainer.scale_lr(_cosine(trainer.steps, config.train.steps or 1))
         if validate and trainer.steps % validate == 0:
             curves.metrics("valid", evaluate_split(trainer, built, config, "valid"), trainer.steps)
 
@@ -142,6 +145,10 @@ def _set_aside(folder: Path) -> None:
     if (folder / CHECKPOINT).exists():
         free = (folder / f"{CHECKPOINT}-{number}" for number in itertools.count(1))
         (folder / CHECKPOINT).rename(next(path for path in free if not path.exists()))
+
+
+def _cosine(step: int, steps: int) -> float:
+    return max(0.05, 0.5 * (1.0 + math.cos(math.pi * step / steps)))
 
 
 def write_json(path: Path, value: Any) -> None:

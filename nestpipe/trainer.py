@@ -173,10 +173,11 @@ class Trainer:
                     log.info(line)
         return result
 
-    def set_row_lr(self, lr: float, *, table: str | None = None) -> None:
-        """Changes the learning rate of one table's rows, or of all."""
-        for store in self._stores(table):
-            store.lr = lr
+    def scale_lr(self, factor: float) -> None:
+        """Sets all learning rates, of rows and of the dense optimizer, to `factor` times what was declared."""
+        for store in self._stores():
+            store.lr = store.table.optimizer.lr * factor
+        self._dense.scale_lr(factor)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

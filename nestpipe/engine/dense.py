@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
+from nestpipe.process import current_device
 
 
 class _Forward(nn.Module):
@@ -23,11 +24,8 @@ class _Forward(nn.Module):
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
         if batch.size:
             return checked_output(self.model(batch, rows), batch.size)
-        zero = torch.zeros(())
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                zero = zero + parameter.sum() * 0
-        return Output(zero.reshape(1), torch.zeros(1))
+        touched = [parameter.sum() * 0 for parameter in self.model.parameters() if parameter.requires_grad]
+        return Output(torch.stack(touched).sum().reshape(1) if touched else torch.zeros(1))
 
 
 class Dense:
@@ -41,7 +39,8 @@ class Dense:
         *,
         find_unused_parameters: bool,
     ) -> None:
-        self.model = model
+        self.device = current_device()
+        self.model = model.to(self.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forward: nn.Module = _Forward(model)
         if group is not None and dist.get_world_size(group) > 1 and self._parameters:
@@ -72,6 +71,11 @@ class Dense:
             torch._foreach_mul_(grads, scale)
             self.optimizer.step()
             self.forget()
+
+    def scale_lr(self, factor: float) -> None:
+        """Every learning rate of the optimizer becomes `factor` times what it was at the start."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def forget(self) -> None:
         """Drops gradients."""

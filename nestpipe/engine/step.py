@@ -137,7 +137,7 @@ class StepOperations:
     def inputs(self, ctx: Context, m: int, *, train: bool) -> tuple[Batch, dict[str, Any]]:
         """Micro-batch m and its rows, as the model gets them."""
         first, last = ctx.bounds[m], ctx.bounds[m + 1]
-        batch = ctx.batch.slice(first, last)
+        batch = ctx.batch.slice(first, last).to(self.dense.device)
         rows: dict[str, Any] = {}
         for feature in self.plan.features:
             entries = ctx.source.entries[feature.name]
@@ -145,12 +145,12 @@ class StepOperations:
             if feature.pooling is None:
                 leaf = torch.empty(int(offsets[-1] - offsets[0]), entries.dim)
                 gather(source, entries.positions[offsets[0] : offsets[-1]], NONE, leaf.numpy())
-                rows[feature.name] = Jagged(leaf, batch.keys[feature.name].offsets)
             else:
                 leaf = torch.empty(last - first, entries.dim)
                 pool(source, entries.positions, offsets, entries.weights, NONE, leaf.numpy())
-                rows[feature.name] = leaf
-            ctx.leaves[feature.name] = leaf.requires_grad_(train)
+            leaf = leaf.to(self.dense.device).requires_grad_(train)
+            rows[feature.name] = leaf if feature.pooling else Jagged(leaf, batch.keys[feature.name].offsets)
+            ctx.leaves[feature.name] = leaf
         return batch, rows
 
     def forward(self, ctx: Context, m: int) -> None:
@@ -203,7 +203,7 @@ class StepOperations:
                 continue
             entries = ctx.source.entries[feature.name]
             offsets = entries.offsets[first : last + 1]
-            values = grad.contiguous().numpy()
+            values = grad.cpu().contiguous().numpy()
             if feature.pooling is None:
                 scatter_add(values, NONE, entries.positions[offsets[0] : offsets[-1]], ctx.grads[entries.dim])
             else:
