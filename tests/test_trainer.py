@@ -588,13 +588,22 @@ def test_an_unknown_table_is_refused_with_the_near_one() -> None:
         make_trainer().rows("items", torch.arange(3))
 
 
-def test_the_row_learning_rate_of_one_table_can_be_changed() -> None:
-    trainer = make_trainer()
-    trainer.set_row_lr(0.0, table="item")
+def test_learning_rates_are_scaled_from_what_was_declared() -> None:
+    def make(row_lr: float, dense_lr: float) -> Trainer:
+        rows = tables(optimizer=Adagrad(lr=row_lr))
+        return Trainer(Scorer(), rows, FEATURES, dense_optimizer=lambda p: torch.optim.SGD(p, dense_lr))
+
+    trainer = make(0.2, 0.5)
     before = state_of(trainer)
+    trainer.scale_lr(0.0)
     trainer.step(batch_of(range(20)))
-    after = state_of(trainer)
-    assert np.array_equal(before["item"], after["item"]) and not np.array_equal(before["tag"], after["tag"])
+    assert_same(state_of(trainer), before, exact=True)
+    trainer, other = make(0.2, 0.5), make(0.1, 0.25)
+    for factor in (0.1, 0.5):  # of the declared rates, not of one another
+        trainer.scale_lr(factor)
+    trainer.step(batch_of(range(20)))
+    other.step(batch_of(range(20)))
+    assert_same(state_of(trainer), state_of(other))
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
