@@ -82,7 +82,9 @@ class TrainSection:
         choices = {"dense_optimizer": list(DENSE_OPTIMIZERS), "lr_decay": ["none", "cosine"]}
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"config: train.{name} {getattr(self, name)!r}, {did_you_mean(getattr(self, name), known)}")
+                raise ValueError(
+                    f"config: train.{name} {getattr(self, name)!r}, {did_you_mean(getattr(self, name), known)}"
+                )
         if self.lr_decay != "none" and self.steps is None:
             raise ValueError("config: train.lr_decay needs train.steps, to know where the end is")
 

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.cluster import Cluster
 
 torch.set_num_threads(1)
+
+# A run that decides whether a change lands tries the same examples every time; everywhere else new ones are tried.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

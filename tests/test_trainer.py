@@ -381,11 +381,8 @@ def train_around(middle: str, micro_batches: int) -> None:
     assert_same(state_of(trainer), state_of(clean), exact=True)
 
 
-DDP_WAITS = "DDP takes the next micro-batch's backward for the one that the last forward announced"
-
-
 @pytest.mark.parametrize("middle", ["skipped", "empty"])
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason=DDP_WAITS))])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_batch_that_is_not_trained_on_leaves_no_gradient_behind(
     cluster: Cluster, middle: str, micro_batches: int
 ) -> None:

@@ -68,7 +68,8 @@ class Dense:
         """Divides the summed gradients by the global weight, once, and steps the optimizer."""
         if self.optimizer is not None:
             grads = [p.grad for p in self._parameters if p.grad is not None]
-            torch._foreach_mul_(grads, scale)
+            if grads:
+                torch._foreach_mul_(grads, scale)
             self.optimizer.step()
             self.forget()
 

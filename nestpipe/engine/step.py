@@ -100,8 +100,16 @@ class StepOperations:
     def retrieve(self, ctx: Context) -> None:
         """Finds the rows asked of this owner; those of new keys are born."""
         ctx.rows, ctx.positions = [], []
-        for store, owned in zip(self.stores, ctx.owner.tables, strict=True):
-            positions = store.resolve(owned.keys_V, ctx.step)
+        for k, (store, owned) in enumerate(zip(self.stores, ctx.owner.tables, strict=True)):
+            try:
+                positions = store.resolve(owned.keys_V, ctx.step)
+            except (
+                ValueError
+            ) as error:  # over the row budget: all leave at the next agreement; until then any row will do
+                ctx.error = ctx.error or error
+                ctx.rows.append(rows_of(ctx.arena.take(f"read {k}", (1, store.table.dim), np.float32)))
+                ctx.positions.append(np.zeros(len(owned.keys_V), np.int64))
+                continue
             if store.shares_rows:
                 distinct, places = np.empty_like(positions), np.empty(len(positions), np.int32)
                 distinct = distinct[: self._owner_dedup(positions, distinct, places)]
@@ -186,10 +194,14 @@ class StepOperations:
         self.transport.sum(ctx.totals)
         if ctx.totals[4]:
             self._leave_together(ctx)
-        if ctx.totals[3] or ctx.totals[1] == 0:
-            self.dense.forget()
-            return False
-        return True
+        return bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
+
+    def leave_out(self, ctx: Context) -> None:
+        """Instead of the last backward and update, for a batch that is not trained on."""
+        # The forward told DDP of a backward; without it, DDP would take the next step's first one for it.
+        assert ctx.output is not None
+        self.dense.backward(ctx.output.losses.sum(), reduce=True)
+        self.dense.forget()
 
     def backward(self, ctx: Context, m: int) -> None:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
@@ -252,9 +264,11 @@ def serial_step(ops: StepOperations, ctx: Context, *, has_data: bool) -> StepRes
         ops.backward(ctx, last)
         ops.grad(ctx)
         ops.update(ctx)
+    else:
+        ops.leave_out(ctx)
     loss, weight, samples = ctx.totals[:3].tolist()
     return StepResult(
-        ctx.step, loss / weight if weight else float("nan"), int(samples), weight, skipped=not trained and bool(samples)
+        ctx.step, loss / weight if weight else float("nan"), int(samples), weight, skipped=bool(ctx.totals[3])
     )
 
 

@@ -44,7 +44,7 @@ class ExchangePlan:
         return [k for k, choice in enumerate(self.at_owner) if choice is None]
 
     def decide(self, k: int, *, row_bytes: int, bag_bytes: int) -> None:
-        """Fixes how table k travels from the bytes counted over all workers. Ties and single workers pool at the owner."""
+        """Fixes how table k travels from the bytes counted over all workers; on a tie (one worker) bags are pooled in place."""
         self.at_owner[k] = bag_bytes <= row_bytes
         self.why[k] = f"first batch: {row_bytes / 1e6:.2f} MB as rows, {bag_bytes / 1e6:.2f} MB as pooled vectors"
 

@@ -206,4 +206,5 @@ def _decide(plan: ExchangePlan, transport: Transport, tables: list[_TableKeys]) 
         counted.append((rows, bags))
     totals = transport.sum(np.array(counted, np.int64))
     for k, (row_bytes, bag_bytes) in zip(plan.undecided, totals.tolist(), strict=True):
-        plan.decide(k, row_bytes=row_bytes, bag_bytes=bag_bytes)
+        if row_bytes or transport.world == 1:  # else no worker has a key of this table yet: wait for a batch that has
+            plan.decide(k, row_bytes=row_bytes, bag_bytes=bag_bytes)

@@ -201,10 +201,10 @@ def test_scatter_add_is_the_gradient_of_gather(seed: int, dim: int, n: int) -> N
     grad = torch.from_numpy(rng.integers(-8, 8, (n, dim)).astype(np.float32))
     gathered = reference.gather(values, positions, targets, torch.zeros(n, dim))
     (expected,) = torch.autograd.grad(gathered, values, grad)
-    assert same_bits(reference.scatter_add(grad, targets, positions, torch.zeros(5, dim)), expected)
+    assert torch.equal(reference.scatter_add(grad, targets, positions, torch.zeros(5, dim)), expected)
     out = np.zeros((5, dim), np.float32)
     scatter_add(grad.numpy(), targets.numpy(), positions.numpy(), out)
-    assert same_bits(out, expected)
+    assert torch.equal(torch.from_numpy(out), expected)
 
 
 @given(seeds, dims, st.booleans())
@@ -221,11 +221,12 @@ def test_pool_add_is_the_gradient_of_pool(seed: int, dim: int, weighted: bool) -
     expected = torch.zeros(5, dim)
     if pooled.requires_grad:  # not if there is nothing in any bag
         (expected,) = torch.autograd.grad(pooled, values, grad)
-    assert same_bits(reference.pool_add(grad, targets, positions, offsets, weights, torch.zeros(5, dim)), expected)
+    # Equal but for the sign of a zero: autograd starts from the first product, not from zero.
+    assert torch.equal(reference.pool_add(grad, targets, positions, offsets, weights, torch.zeros(5, dim)), expected)
     out = np.zeros((5, dim), np.float32)
     given_weights = ONES if weights is None else weights.numpy()
     pool_add(grad.numpy(), targets.numpy(), positions.numpy(), offsets.numpy(), given_weights, out)
-    assert same_bits(out, expected)
+    assert torch.equal(torch.from_numpy(out), expected)
 
 
 # -- first values ----------------------------------------------------------------------------------------------------
