@@ -257,6 +257,7 @@ class Trainer:
                             judge(*self._ops.inputs(ctx, 0, train=False))
                     except Exception as problem:
                         ctx.error = problem
+                    self._ops.announce(ctx)
                     self._ops.agree(ctx)
         finally:
             loader.close()

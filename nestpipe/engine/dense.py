@@ -1,4 +1,4 @@
-"""The dense part: the user's model under DDP, with gradients summed (not averaged) over workers."""
+"""The dense part: the user's model under DDP."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Dense:
         self.model = model.to(self.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forward: nn.Module = _Forward(model)
+        self._averaged_over = 1
         if group is not None and dist.get_world_size(group) > 1 and self._parameters:
             self._forward = nn.parallel.DistributedDataParallel(
                 self._forward,
@@ -51,7 +52,7 @@ class Dense:
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
             )
-            self._forward.register_comm_hook(group, _sum_over_workers)
+            self._averaged_over = dist.get_world_size(group)  # what DDP divides by; the update multiplies by it again
         self.optimizer = optimizer(self._parameters) if self._parameters else None
 
     def forward(self, batch: Batch, rows: dict[str, Any], *, reduce: bool) -> Output:
@@ -65,11 +66,11 @@ class Dense:
                 loss.backward()
 
     def update(self, scale: float) -> None:
-        """Divides the summed gradients by the global weight, once, and steps the optimizer."""
+        """Multiplies the sum of gradients over all workers by scale (1 / global weight) and steps the optimizer."""
         if self.optimizer is not None:
             grads = [p.grad for p in self._parameters if p.grad is not None]
             if grads:
-                torch._foreach_mul_(grads, scale)
+                torch._foreach_mul_(grads, scale * self._averaged_over)
             self.optimizer.step()
             self.forget()
 
@@ -87,12 +88,6 @@ class Dense:
         if without and isinstance(self._forward, nn.parallel.DistributedDataParallel):
             return self._forward.no_sync()
         return contextlib.nullcontext()
-
-
-def _sum_over_workers(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 def checked_output(output: Any, size: int) -> Output:

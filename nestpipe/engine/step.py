@@ -7,7 +7,7 @@ other workers; a worker whose batch is bad says so there, so that all leave at o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Context:
     returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
     leaves: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # what the model reads now
     output: Output | None = None
+    summed: Callable[[], object] = lambda: None  # waits for the sum of totals over workers
     totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(5))  # loss, weight, samples, bad, failed
 
 
@@ -163,53 +164,52 @@ class StepOperations:
 
     def forward(self, ctx: Context, m: int) -> None:
         """Runs the model on micro-batch m; adds its losses to the batch's totals."""
-        if ctx.error is not None:
+        reduce = m == len(ctx.bounds) - 2
+        ctx.output = None
+        if ctx.error is None:
+            try:
+                self._forward(ctx, m, reduce=reduce)
+            except Exception as error:
+                ctx.error = error
+        if reduce:
+            if ctx.error is not None:  # the others are in the sum of dense gradients soon: take part, with nothing
+                ctx.output = self.dense.forward(Batch({}), {}, reduce=True)
+            self.announce(ctx)
+
+    def _forward(self, ctx: Context, m: int, *, reduce: bool) -> None:
+        batch, rows = self.inputs(ctx, m, train=True)
+        if not batch.size and not reduce:
             return
-        try:
-            batch, rows = self.inputs(ctx, m, train=True)
-            reduce = m == len(ctx.bounds) - 2
-            ctx.output = self.dense.forward(batch, rows, reduce=reduce) if batch.size or reduce else None
-            if ctx.output is None or not batch.size:
-                return
-            losses = ctx.output.losses.detach()
-            weights = ctx.output.weights
-            if not torch.isfinite(losses).all():
-                sample = ctx.bounds[m] + int((~torch.isfinite(losses)).nonzero()[0])
-                ctx.totals[3] += 1
-                if not self._skip_nonfinite:
-                    value = float(losses[sample - ctx.bounds[m]])
-                    raise ValueError(
-                        f"the loss of sample {sample} is {value}; look at that sample and at the learning rates, or set "
-                        f"on_nonfinite='skip' to leave such batches out and count them"
-                    )
-            ctx.totals[0] += float(losses.double().sum())
-            ctx.totals[1] += float(weights.double().sum()) if weights is not None else batch.size
-            ctx.totals[2] += batch.size
-        except Exception as error:
-            ctx.error = error
+        output = self.dense.forward(batch, rows, reduce=reduce)
+        ctx.output = output
+        if not batch.size:
+            return
+        losses, weights = output.losses.detach(), output.weights
+        ctx.totals[0] += float(losses.double().sum())
+        ctx.totals[1] += float(weights.double().sum()) if weights is not None else batch.size
+        ctx.totals[2] += batch.size
+        if not torch.isfinite(losses).all():
+            ctx.totals[3] += 1
+            if not self._skip_nonfinite:
+                sample = int((~torch.isfinite(losses)).nonzero()[0])
+                raise ValueError(
+                    f"the loss of sample {ctx.bounds[m] + sample} is {float(losses[sample])}; look at that sample and at "
+                    f"the learning rates, or set on_nonfinite='skip' to leave such batches out and count them"
+                )
 
-    def agree(self, ctx: Context) -> bool:
-        """Sums losses, weights and troubles over workers, before the last backward. False: leave this batch out."""
+    def announce(self, ctx: Context) -> None:
+        """Starts the sum of losses, weights and troubles over workers; it runs beside the last backward."""
         ctx.totals[4] = ctx.error is not None
-        self.transport.sum(ctx.totals)
-        if ctx.totals[4]:
-            self._leave_together(ctx)
-        return bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
-
-    def leave_out(self, ctx: Context) -> None:
-        """Instead of the last backward and update, for a batch that is not trained on."""
-        # The forward told DDP of a backward; without it, DDP would take the next step's first one for it.
-        assert ctx.output is not None
-        self.dense.backward(ctx.output.losses.sum(), reduce=True)
-        self.dense.forget()
+        ctx.summed = self.transport.start_sum(ctx.totals)
 
     def backward(self, ctx: Context, m: int) -> None:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
-        if ctx.output is None or ctx.error is not None:
+        if ctx.output is None:
             return
         self.dense.backward(ctx.output.losses.sum(), reduce=m == len(ctx.bounds) - 2)
+        ctx.output = None
         first, last = ctx.bounds[m], ctx.bounds[m + 1]
-        for feature in self.plan.features:
+        for feature in self.plan.features if ctx.error is None else ():
             grad = ctx.leaves.pop(feature.name).grad
             if grad is None:
                 continue
@@ -220,7 +220,13 @@ class StepOperations:
                 scatter_add(values, NONE, entries.positions[offsets[0] : offsets[-1]], ctx.grads[entries.dim])
             else:
                 pool_add(values, NONE, entries.positions, offsets, entries.weights, ctx.grads[entries.dim])
-        ctx.output = None
+
+    def agree(self, ctx: Context) -> bool:
+        """What `announce` started: raises on every worker if one has trouble. False: do not train on this batch."""
+        ctx.summed()
+        if ctx.totals[4]:
+            self._leave_together(ctx)
+        return bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
 
@@ -254,18 +260,14 @@ def serial_step(ops: StepOperations, ctx: Context, *, has_data: bool) -> StepRes
         return None
     ops.retrieve(ctx)
     ops.emb(ctx)
-    last = len(ctx.bounds) - 2
-    for m in range(last):
+    for m in range(len(ctx.bounds) - 1):
         ops.forward(ctx, m)
         ops.backward(ctx, m)
-    ops.forward(ctx, last)
-    trained = ops.agree(ctx)
-    if trained:
-        ops.backward(ctx, last)
+    if ops.agree(ctx):
         ops.grad(ctx)
         ops.update(ctx)
     else:
-        ops.leave_out(ctx)
+        ops.dense.forget()
     loss, weight, samples = ctx.totals[:3].tolist()
     return StepResult(
         ctx.step, loss / weight if weight else float("nan"), int(samples), weight, skipped=bool(ctx.totals[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,14 @@ class Transport:
         if self.world > 1:
             dist.all_reduce(as_tensor(values), group=self._group)
         return values
+
+    def start_sum(self, values: np.ndarray) -> Callable[[], object]:
+        """Starts a sum over all workers, in place; `values` holds it after the returned function was called."""
+        if self.world == 1:
+            return lambda: None
+        work = dist.all_reduce(as_tensor(values), group=self._group, async_op=True)
+        assert work is not None
+        return work.wait
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everybody's value, by rank: for reports and errors, not for the hot path."""

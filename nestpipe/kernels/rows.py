@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from nestpipe.kernels.jit import bits_float, float_bits, float_pointer, half_pointer, kernel, prefetch
+from nestpipe.kernels.jit import bits_float, float_bits, float_pointer, half_pointer, inlined, kernel, prefetch
 from nestpipe.kernels.keys import AHEAD, mix
 
 NONE = np.empty(0, np.int64)  # for index arrays that are left out
@@ -32,12 +32,12 @@ def rows_of(array: np.ndarray) -> Rows:
     return Rows(np.array([array.ctypes.data], np.int64), 62, array.shape[1] * 4, False)
 
 
-@kernel
+@inlined
 def address(rows, position):
     return rows.bases[position >> rows.shift] + (position & ((1 << rows.shift) - 1)) * rows.stride
 
 
-@kernel
+@inlined
 def ask_for(start, num_bytes):
     """Prefetches every cache line of [start, start + num_bytes), the last one too where rows do not start at a line."""
     for line in range(start & -64, start + num_bytes, 64):

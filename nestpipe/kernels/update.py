@@ -16,6 +16,7 @@ from numba import carray
 from nestpipe.kernels.jit import float_pointer, half_pointer, inlined, kernel
 from nestpipe.kernels.rows import address, ask_for, narrow, widen
 
+_1, _2, _3, _4, _5, _6, _7 = (np.uint64(i) for i in range(1, 8))
 NEAR = 8  # records between asking for a record and updating it
 
 
@@ -49,143 +50,204 @@ def group_by_row(row_of, num_rows, origins, weights, start, cursor, sorted_origi
 
 
 @inlined
-def _sum_of_squares(values, lanes):
-    """In eight running sums: as fast as a vector unit allows, and the same order on every machine. lanes: scratch of 8."""
+def _sum_of_squares(values):
+    """In eight running sums: as fast as a vector unit allows, and the same order on every machine."""
     n = len(values)
     full = n - n % 8
-    lanes[:] = 0
-    for d in range(0, full, 8):
-        for j in range(8):
-            lanes[j] += values[d + j] * values[d + j]
-    total = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]))
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
+    # Unsigned, because Numba tests a signed sum for a negative index, and the test keeps the loop from vector code.
+    for d in range(np.uint64(0), np.uint64(full), np.uint64(8)):
+        s0 += values[d] * values[d]
+        s1 += values[d + _1] * values[d + _1]
+        s2 += values[d + _2] * values[d + _2]
+        s3 += values[d + _3] * values[d + _3]
+        s4 += values[d + _4] * values[d + _4]
+        s5 += values[d + _5] * values[d + _5]
+        s6 += values[d + _6] * values[d + _6]
+        s7 += values[d + _7] * values[d + _7]
+    total = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
     for d in range(full, n):
         total += values[d] * values[d]
     return total
 
 
-# Rows are copied into scratch and back, and no function returns an array: Numba counts references to arrays that it
-# passes out, and those atomic operations cost more than the arithmetic of a row.
+# No function here returns an array: Numba counts references to arrays that it passes out, and those atomic operations
+# cost more than the arithmetic of a row.
 
 
 @inlined
-def _load(rows, positions, i, num_bytes, row):
-    """row = values of record positions[i]; asks for a later record on the way."""
+def _ask_ahead(rows, positions, i, num_bytes):
     if i + NEAR < len(positions):
         ask_for(address(rows, positions[i + NEAR]), num_bytes)
-    here = address(rows, positions[i])
-    if rows.half:
-        bits = carray(half_pointer(here), len(row))
-        for d in range(len(row)):
-            row[d] = widen(bits[d])
-    else:
-        values = carray(float_pointer(here), len(row))
-        for d in range(len(row)):
-            row[d] = values[d]
 
 
 @inlined
-def _save(rows, position, row):
-    here = address(rows, position)
-    if rows.half:
-        bits = carray(half_pointer(here), len(row))
-        for d in range(len(row)):
-            bits[d] = narrow(row[d])
-    else:
-        values = carray(float_pointer(here), len(row))
-        for d in range(len(row)):
-            values[d] = row[d]
-
-
-@kernel
-def _state_address(rows, position, dim):
-    return address(rows, position) + ((dim + 1) // 2 if rows.half else dim) * 4
-
-
-@inlined
-def _gradient(grads, i, row, lanes, scale, weight_decay, clip, grad):
-    """grad = the gradient of row i, ready for the optimizer's rule."""
-    dim = len(grad)
-    grad[:] = 0
-    for e in range(grads.start[i], grads.start[i + 1]):
+def _sum_gradient(grads, i, scale, grad):
+    """grad = the sum of row i's gradients, times scale."""
+    first, last = grads.start[i], grads.start[i + 1]
+    if first == last:
+        grad[:] = 0
+    for e in range(first, last):
         part = grads.values[grads.origins[e]]
         weight = grads.weights[e] if len(grads.weights) else np.float32(1)
-        for d in range(dim):
-            grad[d] += weight * part[d]
-    for d in range(dim):
+        if e == first:
+            for d in range(len(grad)):
+                grad[d] = weight * part[d]
+        else:
+            for d in range(len(grad)):
+                grad[d] += weight * part[d]
+    for d in range(len(grad)):
         grad[d] *= scale
+
+
+@inlined
+def _clip_and_decay(row, weight_decay, clip, grad):
     if clip > 0:
-        norm = math.sqrt(_sum_of_squares(grad, lanes))
+        norm = math.sqrt(_sum_of_squares(grad))
         if norm > clip:
             shrink = np.float32(clip / norm)
-            for d in range(dim):
+            for d in range(len(grad)):
                 grad[d] *= shrink
     if weight_decay > 0:
-        for d in range(dim):
+        for d in range(len(grad)):
             grad[d] += weight_decay * row[d]
+
+
+@inlined
+def _load_half(here, row):
+    bits = carray(half_pointer(here), len(row))
+    for d in range(len(row)):
+        row[d] = widen(bits[d])
+
+
+@inlined
+def _save_half(here, row):
+    bits = carray(half_pointer(here), len(row))
+    for d in range(len(row)):
+        bits[d] = narrow(row[d])
+
+
+@inlined
+def _state_address(rows, here, dim):
+    return here + ((dim + 1) // 2 if rows.half else dim) * 4
+
+
+@inlined
+def _sgd(row, grad, lr):
+    for d in range(len(row)):
+        row[d] -= lr * grad[d]
 
 
 @kernel
 def sgd(rows, positions, grads, scratch, scale, lr, weight_decay, clip):
-    grad, row, lanes = scratch
+    grad, row = scratch
+    dim = len(row)
     for i in range(len(positions)):
-        _load(rows, positions, i, len(row) * 4, row)
-        _gradient(grads, i, row, lanes, scale, weight_decay, clip, grad)
-        for d in range(len(row)):
-            row[d] -= lr * grad[d]
-        _save(rows, positions[i], row)
+        _ask_ahead(rows, positions, i, dim * 4)
+        here = address(rows, positions[i])
+        _sum_gradient(grads, i, scale, grad)
+        if rows.half:
+            _load_half(here, row)
+            _clip_and_decay(row, weight_decay, clip, grad)
+            _sgd(row, grad, lr)
+            _save_half(here, row)
+        else:
+            values = carray(float_pointer(here), dim)
+            _clip_and_decay(values, weight_decay, clip, grad)
+            _sgd(values, grad, lr)
+
+
+@inlined
+def _adagrad(row, grad, total, lr, eps):
+    for d in range(len(row)):
+        total[d] += grad[d] * grad[d]
+        row[d] -= lr * grad[d] / (np.float32(math.sqrt(total[d])) + eps)
 
 
 @kernel
 def adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, clip, eps):
-    grad, row, lanes = scratch
+    grad, row = scratch
     dim = len(row)
     for i in range(len(positions)):
-        _load(rows, positions, i, dim * 8, row)
-        _gradient(grads, i, row, lanes, scale, weight_decay, clip, grad)
-        total = carray(float_pointer(_state_address(rows, positions[i], dim)), dim)
-        for d in range(dim):
-            total[d] += grad[d] * grad[d]
-            row[d] -= lr * grad[d] / (np.float32(math.sqrt(total[d])) + eps)
-        _save(rows, positions[i], row)
+        _ask_ahead(rows, positions, i, dim * 8)
+        here = address(rows, positions[i])
+        total = carray(float_pointer(_state_address(rows, here, dim)), dim)
+        _sum_gradient(grads, i, scale, grad)
+        if rows.half:
+            _load_half(here, row)
+            _clip_and_decay(row, weight_decay, clip, grad)
+            _adagrad(row, grad, total, lr, eps)
+            _save_half(here, row)
+        else:
+            values = carray(float_pointer(here), dim)
+            _clip_and_decay(values, weight_decay, clip, grad)
+            _adagrad(values, grad, total, lr, eps)
+
+
+@inlined
+def _rowwise_adagrad(row, grad, total, lr, eps):
+    total[0] += _sum_of_squares(grad) / np.float32(len(row))
+    step = lr / (np.float32(math.sqrt(total[0])) + eps)
+    for d in range(len(row)):
+        row[d] -= step * grad[d]
 
 
 @kernel
 def rowwise_adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, clip, eps):
-    grad, row, lanes = scratch
+    grad, row = scratch
     dim = len(row)
     for i in range(len(positions)):
-        _load(rows, positions, i, dim * 4 + 4, row)
-        _gradient(grads, i, row, lanes, scale, weight_decay, clip, grad)
-        total = carray(float_pointer(_state_address(rows, positions[i], dim)), 1)
-        total[0] += _sum_of_squares(grad, lanes) / np.float32(dim)
-        step = lr / (np.float32(math.sqrt(total[0])) + eps)
-        for d in range(dim):
-            row[d] -= step * grad[d]
-        _save(rows, positions[i], row)
+        _ask_ahead(rows, positions, i, dim * 4 + 4)
+        here = address(rows, positions[i])
+        total = carray(float_pointer(_state_address(rows, here, dim)), 1)
+        _sum_gradient(grads, i, scale, grad)
+        if rows.half:
+            _load_half(here, row)
+            _clip_and_decay(row, weight_decay, clip, grad)
+            _rowwise_adagrad(row, grad, total, lr, eps)
+            _save_half(here, row)
+        else:
+            values = carray(float_pointer(here), dim)
+            _clip_and_decay(values, weight_decay, clip, grad)
+            _rowwise_adagrad(values, grad, total, lr, eps)
+
+
+@inlined
+def _adam(row, grad, moments, step, beta1, beta2, eps):
+    keep1, keep2 = np.float32(beta1), np.float32(beta2)
+    take1, take2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
+    dim = len(row)
+    for d in range(dim):
+        first = keep1 * moments[0, d] + take1 * grad[d]
+        second = keep2 * moments[1, d] + take2 * grad[d] * grad[d]
+        moments[0, d] = first
+        moments[1, d] = second
+        row[d] -= step * first / (np.float32(math.sqrt(second)) + eps)
 
 
 @kernel
 def adam(rows, positions, grads, scratch, scale, lr, weight_decay, clip, beta1, beta2, eps, updates):
     """`updates` counts the table's updates, this one included. beta1 and beta2 are float64: 1 - beta must not be rounded
     before it is taken."""
-    grad, row, lanes = scratch
+    grad, row = scratch
     dim = len(row)
     step = np.float32(lr * math.sqrt(1.0 - beta2**updates) / (1.0 - beta1**updates))
-    keep1, keep2 = np.float32(beta1), np.float32(beta2)
-    take1, take2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(len(positions)):
-        _load(rows, positions, i, dim * 12, row)
-        _gradient(grads, i, row, lanes, scale, weight_decay, clip, grad)
-        moments = carray(float_pointer(_state_address(rows, positions[i], dim)), 2 * dim)
-        for d in range(dim):
-            first = keep1 * moments[d] + take1 * grad[d]
-            second = keep2 * moments[dim + d] + take2 * grad[d] * grad[d]
-            moments[d] = first
-            moments[dim + d] = second
-            row[d] -= step * first / (np.float32(math.sqrt(second)) + eps)
-        _save(rows, positions[i], row)
+        _ask_ahead(rows, positions, i, dim * 12)
+        here = address(rows, positions[i])
+        moments = carray(float_pointer(_state_address(rows, here, dim)), (2, dim))
+        _sum_gradient(grads, i, scale, grad)
+        if rows.half:
+            _load_half(here, row)
+            _clip_and_decay(row, weight_decay, clip, grad)
+            _adam(row, grad, moments, step, beta1, beta2, eps)
+            _save_half(here, row)
+        else:
+            values = carray(float_pointer(here), dim)
+            _clip_and_decay(values, weight_decay, clip, grad)
+            _adam(values, grad, moments, step, beta1, beta2, eps)
 
 
-def scratch_for(dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The scratch that the kernels above use."""
-    return np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(8, np.float32)
+def scratch_for(dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """The scratch that the kernels above use: a gradient and a row."""
+    return np.empty(dim, np.float32), np.empty(dim, np.float32)
