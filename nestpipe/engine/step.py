@@ -92,7 +92,7 @@ class StepOperations:
             self._leave_together(ctx)
         if not (sizes[:, 0] == HAS_DATA).any():
             return False
-        _, counts = payload_layout(sizes)
+        _, counts = payload_layout(sizes, self.plan)
         received = ctx.arena.take("payload in", int(counts.sum()), np.int32)
         payload = transport.all_to_all(ctx.source.payload, ctx.source.payload_counts, received, counts)
         ctx.owner = OwnerRoute(sizes, payload, self.plan, self._owner_dedup, ctx.arena)

@@ -1,7 +1,6 @@
 """The owner's side of an exchange: from received messages to rows, and from received gradients to gradients by row.
 
-Legend: R keys received of one table from all sources, V distinct ones, E entries (uses of a row: R of them, or the keys of
-all bags that are pooled here).
+Legend: E keys received of one table from all sources, V distinct ones.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from nestpipe.arena import Arena
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.source import FIELDS, payload_layout, starts, vector_layout
 from nestpipe.kernels.keys import Deduplicator, compose
-from nestpipe.kernels.route import copy_segments, entry_rows, segment_places, spread_over_bags
+from nestpipe.kernels.route import copy_segments, segment_places, spread_over_bags
 from nestpipe.kernels.rows import ONES, Rows, gather, pool
 from nestpipe.kernels.update import Gradients, group_by_row
 
@@ -24,9 +23,9 @@ class OwnedKeys:
     """What is asked of one table of this owner for one batch.
 
     keys_V: distinct keys.
-    row_E: which of them each entry uses; vector_E: where in the buffer of its dim that goes (and its gradient comes from).
+    row_E: which of them each received key is; vector_E: which vector in the buffer of its dim its row goes into.
     weights_E: may be empty.
-    bags: offsets [bags + 1] into the entries, and the bags' vectors, if they are pooled here; else None.
+    bags: offsets [bags + 1] into the received keys, and the bags' vectors, if they are pooled here; else None.
     """
 
     keys_V: np.ndarray
@@ -52,7 +51,7 @@ class OwnerRoute:
     ) -> None:
         self._plan, self._arena = plan, arena
         vector_start, self.vectors = vector_layout(sizes, plan)
-        word_start, _ = payload_layout(sizes)
+        word_start, _ = payload_layout(sizes, plan)
         self.tables = []
         for k in range(len(plan.tables)):
             fields = np.ascontiguousarray(sizes[:, 1 + k * FIELDS : 1 + (k + 1) * FIELDS].T)
@@ -68,31 +67,28 @@ class OwnerRoute:
         dedup: Deduplicator,
     ) -> OwnedKeys:
         take = self._arena.take
-        counts, vectors, entries, weighted = fields
+        counts, vectors, weighted = fields
         key_start, num_keys = starts(counts), int(counts.sum())
         keys = take(f"received keys {k}", num_keys, np.int64)
         copy_segments(payload, word_start[0], keys.view(np.int32), key_start * 2, counts * 2)
-        unique, inverse = take(f"owned unique {k}", num_keys, np.int64), take(f"owned inverse {k}", num_keys, np.int32)
-        unique = unique[: dedup(keys, unique, inverse)]
+        unique, row = take(f"owned unique {k}", num_keys, np.int64), take(f"owned rows {k}", num_keys, np.int32)
+        unique = unique[: dedup(keys, unique, row)]
         targets = take(f"owned targets {k}", int(vectors.sum()), np.int32)
         segment_places(vectors, vector_start, targets)
         if not self._plan.at_owner[k]:
-            return OwnedKeys(unique, inverse, targets, ONES, None)
+            return OwnedKeys(unique, row, targets, ONES, None)
 
         lengths = take(f"owned lengths {k}", len(targets), np.int32)
         copy_segments(payload, word_start[1], lengths, starts(vectors), vectors)
         offsets = take(f"owned offsets {k}", len(lengths) + 1, np.int64)
         offsets[0] = 0
         np.cumsum(lengths, out=offsets[1:])
-        places = take(f"owned entries {k}", int(entries.sum()), np.int32)
-        copy_segments(payload, word_start[2], places, starts(entries), entries)
         weights = ONES
         if weighted.any():
-            weights = take(f"owned weights {k}", len(places), np.float32)
+            weights = take(f"owned weights {k}", num_keys, np.float32)
             weights[:] = 1  # of sources that sent none
-            copy_segments(payload, word_start[3], weights.view(np.int32), starts(entries), entries * weighted)
-        row, vector = take(f"owned rows {k}", len(places), np.int32), take(f"owned vectors {k}", len(places), np.int32)
-        entry_rows(places, entries, key_start, inverse, row)
+            copy_segments(payload, word_start[2], weights.view(np.int32), key_start, counts * weighted)
+        vector = take(f"owned vectors {k}", num_keys, np.int32)
         spread_over_bags(offsets, targets, vector)
         return OwnedKeys(unique, row, vector, weights, (offsets, targets))
 

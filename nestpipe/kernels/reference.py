@@ -285,60 +285,44 @@ def mean_weights(offsets: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class BagParts(NamedTuple):
-    """Bags cut into one part per owner. Parts and their entries are listed by owner, within an owner by bag."""
+    """Bags cut into one part per owner. Parts and their keys are listed by owner, within an owner by bag."""
 
     num_bags: Tensor  # [W] parts by owner
-    num_entries: Tensor  # [W] entries by owner
+    num_keys: Tensor  # [W] keys by owner
     lengths: Tensor  # of each part
-    entries: Tensor  # place of each key among those sent to its owner
-    weights: Tensor  # of each entry
+    keys: Tensor
+    weights: Tensor  # of each key
     vectors: Tensor  # bag by bag, in the order in which its owners appear: where its parts' vectors will arrive
     vector_offsets: Tensor  # [bags + 1] into vectors
 
 
-def cut_bags(
-    inverse: Tensor,
-    owner: Tensor,
-    place: Tensor,
-    key_start: Tensor,
-    offsets: Tensor,
-    weights: Tensor,
-    vector_start: Tensor,
-) -> BagParts:
-    """`count_bags` and `fill_bags`. Entry i is distinct key u = inverse[i], which went to owner[u] at place[u]."""
-    world = len(key_start)
+def cut_bags(keys: Tensor, owner: Tensor, offsets: Tensor, weights: Tensor, vector_start: Tensor) -> BagParts:
+    """`count_bags` and `fill_bags`."""
+    world = len(vector_start)
     lengths: list[list[int]] = [[] for _ in range(world)]
-    entries: list[list[int]] = [[] for _ in range(world)]
-    entry_weights: list[list[float]] = [[] for _ in range(world)]
+    sent: list[list[int]] = [[] for _ in range(world)]
     vectors, vector_offsets = [], [0]
     for first, last in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        owner_of = [int(owner[inverse[i]]) for i in range(first, last)]
-        for w in dict.fromkeys(owner_of):  # each owner once, in order of first appearance
+        for w in dict.fromkeys(owner[first:last].tolist()):  # each owner once, in order of first appearance
             vectors.append(int(vector_start[w]) + len(lengths[w]))
-            part = [i for i, its in zip(range(first, last), owner_of, strict=True) if its == w]
+            part = [i for i in range(first, last) if owner[i] == w]
             lengths[w].append(len(part))
-            entries[w] += [int(place[inverse[i]] - key_start[w]) for i in part]
-            entry_weights[w] += [float(weights[i]) for i in part]
+            sent[w] += part
         vector_offsets.append(len(vectors))
 
     def whole(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64)
 
+    order = whole(chain(*sent))
     return BagParts(
         num_bags=whole(map(len, lengths)),
-        num_entries=whole(map(len, entries)),
+        num_keys=whole(map(len, sent)),
         lengths=whole(chain(*lengths)),
-        entries=whole(chain(*entries)),
-        weights=torch.tensor([*chain(*entry_weights)], dtype=torch.float32),
+        keys=keys[order],
+        weights=weights[order],
         vectors=whole(vectors),
         vector_offsets=whole(vector_offsets),
     )
-
-
-def entry_rows(entries: Tensor, counts: Tensor, key_start: Tensor, inverse: Tensor) -> Tensor:
-    """Which distinct key each entry names; source s sent counts[s] entries, and its keys start at key_start[s]."""
-    source = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return inverse[key_start[source] + entries]
 
 
 def sums_by_row(row_of: Tensor, num_rows: int, grads: Tensor, origins: Tensor, weights: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from nestpipe.kernels.jit import kernel
+from nestpipe.kernels.keys import owner_of
 
 
 @kernel
@@ -47,15 +48,16 @@ def mean_weights(offsets, weights, first, out):
 
 
 @kernel
-def count_bags(inverse, owner, offsets, last_bag, num_bags, num_entries):
-    """How many bags have keys at each owner, and how many keys. last_bag: scratch, one per owner."""
+def count_bags(keys, world, offsets, last_bag, owner, num_bags, num_keys):
+    """owner[i] = worker of keys[i]; how many bags have keys at each worker, and how many keys. last_bag: scratch [W]."""
     last_bag[:] = -1
     num_bags[:] = 0
-    num_entries[:] = 0
+    num_keys[:] = 0
     for b in range(len(offsets) - 1):
         for i in range(offsets[b], offsets[b + 1]):
-            w = owner[inverse[i]]
-            num_entries[w] += 1
+            w = owner_of(keys[i], world)
+            owner[i] = w
+            num_keys[w] += 1
             if last_bag[w] != b:
                 last_bag[w] = b
                 num_bags[w] += 1
@@ -63,46 +65,35 @@ def count_bags(inverse, owner, offsets, last_bag, num_bags, num_entries):
 
 @kernel
 def fill_bags(
-    inverse, owner, place, key_start, offsets, weights, bag_start, entry_start, vector_start, last_bag,
-    lengths, entries, entry_weights, vectors, vector_offsets,
+    keys, owner, offsets, weights, bag_next, key_next, vector_next, last_bag,
+    lengths, sent_keys, sent_weights, vectors, vector_offsets,
 ):  # fmt: skip
     """Cuts every bag into one part per owner.
 
-    Per owner, one after the other: lengths of parts, entries (place of the key among those sent to that owner) and their
-    weights. At the source: `vectors` lists, bag after bag, where the parts' pooled vectors will arrive.
-    bag_start, entry_start: first place of each owner in lengths / entries; used up as cursors, as is vector_start.
+    Per owner, one after the other: lengths of parts, keys and their weights. At the source: `vectors` lists, bag after bag,
+    where the parts' pooled vectors will arrive.
+    bag_next, key_next, vector_next: first place of each owner in lengths, sent_keys and the buffer of vectors; used up.
     """
     last_bag[:] = -1
     n = 0
     vector_offsets[0] = 0
     for b in range(len(offsets) - 1):
         for i in range(offsets[b], offsets[b + 1]):
-            u = inverse[i]
-            w = owner[u]
+            w = owner[i]
             if last_bag[w] != b:
                 last_bag[w] = b
-                lengths[bag_start[w]] = 0
-                bag_start[w] += 1
-                vectors[n] = vector_start[w]
-                vector_start[w] += 1
+                lengths[bag_next[w]] = 0
+                bag_next[w] += 1
+                vectors[n] = vector_next[w]
+                vector_next[w] += 1
                 n += 1
-            lengths[bag_start[w] - 1] += 1
-            e = entry_start[w]
-            entries[e] = place[u] - key_start[w]
+            lengths[bag_next[w] - 1] += 1
+            place = key_next[w]
+            sent_keys[place] = keys[i]
             if len(weights):
-                entry_weights[e] = weights[i]
-            entry_start[w] += 1
+                sent_weights[place] = weights[i]
+            key_next[w] = place + 1
         vector_offsets[b + 1] = n
-
-
-@kernel
-def entry_rows(entries, counts, key_start, inverse, out):
-    """Entries name keys by their place in the source's message; out = which of the owner's distinct keys that is."""
-    e = 0
-    for s in range(len(counts)):
-        for _ in range(counts[s]):
-            out[e] = inverse[key_start[s] + entries[e]]
-            e += 1
 
 
 @kernel

@@ -219,7 +219,7 @@ def test_bytes_do_not_grow_with_repetition_or_with_micro_batches(cluster: Cluste
     assert len(set(once)) == 1
     # 60 distinct keys of two tables: each rank asks others for those that it does not own.
     asked = sum(owner_of(key, 3) != rank for rank in range(3) for key in range(60)) * 2
-    sizes = 3 * 2 * 8 * (1 + 4 * len(TABLES))
+    sizes = 3 * 2 * 8 * (1 + 3 * len(TABLES))
     assert once[0] == asked * (8 + 2 * 4 * DIM) + sizes
     assert cluster.run(3, bytes_of_a_step, 50, 1) == once
     assert cluster.run(3, bytes_of_a_step, 1, 2) == once

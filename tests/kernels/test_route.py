@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.kernels import reference
-from nestpipe.kernels.keys import Deduplicator, bucket
 from nestpipe.kernels.route import (
     copy_segments,
     count_bags,
-    entry_rows,
     fill_bags,
     mean_weights,
     segment_places,
@@ -73,34 +71,27 @@ def test_mean_weights_sum_to_one_in_each_bag_or_are_zero(weights: list[float], m
 
 
 class Cut:
-    """Random bags of keys, deduplicated, bucketed and cut by the kernels."""
+    """Random bags of keys, cut by the kernels."""
 
     def __init__(self, seed: int, world: int, *, weighted: bool = True) -> None:
         rng = np.random.default_rng(seed)
         self.offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 5, rng.integers(0, 9)))]).astype(np.int64)
         self.keys = rng.integers(-10, 10, self.offsets[-1])
         n = len(self.keys)
-        unique, self.inverse = np.empty(n, np.int64), np.empty(n, np.int32)
-        unique = unique[: Deduplicator()(self.keys, unique, self.inverse)]
-        self.owner, self.place = np.empty(len(unique), np.int32), np.empty(len(unique), np.int32)
-        self.counts, self.bucketed = np.empty(world, np.int64), np.empty(len(unique), np.int64)
-        bucket(unique, world, self.owner, self.counts, np.empty(world, np.int64), self.bucketed, self.place)
-        self.key_start = starts(self.counts)
         self.weights = rng.integers(-3, 4, n).astype(np.float32) if weighted else ONES
-
-        self.num_bags, self.num_entries = np.full(world, 99, np.int64), np.full(world, 99, np.int64)
-        count_bags(self.inverse, self.owner, self.offsets, np.empty(world, np.int64), self.num_bags, self.num_entries)
+        self.owner = np.full(n, -9, np.int32)
+        self.num_bags, self.num_keys = np.full(world, 99, np.int64), np.full(world, 99, np.int64)
+        count_bags(self.keys, world, self.offsets, np.empty(world, np.int64), self.owner, self.num_bags, self.num_keys)
         # As if another table's vectors lay between those of the workers.
         self.vector_start = starts(self.num_bags + 2)
         total = int(self.num_bags.sum())
         self.lengths, self.vectors = np.full(total, -9, np.int32), np.full(total, -9, np.int32)
-        self.entries = np.full(n, -9, np.int32)
-        self.entry_weights = np.full(len(self.weights), np.nan, np.float32)
+        self.sent_keys, self.sent_weights = np.full(n, -9), np.full(len(self.weights), np.nan, np.float32)
         self.vector_offsets = np.full(len(self.offsets), -9, np.int64)
         fill_bags(
-            self.inverse, self.owner, self.place, self.key_start, self.offsets, self.weights, starts(self.num_bags),
-            starts(self.num_entries), self.vector_start.copy(), np.empty(world, np.int64),
-            self.lengths, self.entries, self.entry_weights, self.vectors, self.vector_offsets,
+            self.keys, self.owner, self.offsets, self.weights, starts(self.num_bags), starts(self.num_keys),
+            self.vector_start.copy(), np.empty(world, np.int64),
+            self.lengths, self.sent_keys, self.sent_weights, self.vectors, self.vector_offsets,
         )  # fmt: skip
 
 
@@ -108,13 +99,15 @@ class Cut:
 @few
 def test_count_and_fill_bags_equal_the_reference(seed: int, world: int, weighted: bool) -> None:
     cut = Cut(seed, world, weighted=weighted)
+    assert cut.owner.tolist() == reference.owners(torch.from_numpy(cut.keys), world).tolist()
     weights = cut.weights if weighted else np.ones(len(cut.keys), np.float32)
-    arrays = (cut.inverse, cut.owner, cut.place, cut.key_start, cut.offsets, weights, cut.vector_start)
+    arrays = (cut.keys, cut.owner, cut.offsets, weights, cut.vector_start)
     expected = reference.cut_bags(*map(torch.from_numpy, arrays))
-    for name in ("num_bags", "num_entries", "lengths", "entries", "vectors", "vector_offsets"):
+    for name in ("num_bags", "num_keys", "lengths", "vectors", "vector_offsets"):
         assert getattr(cut, name).tolist() == getattr(expected, name).tolist(), name
+    assert cut.sent_keys.tolist() == expected.keys.tolist()
     if weighted:
-        assert same_bits(cut.entry_weights, expected.weights)
+        assert same_bits(cut.sent_weights, expected.weights)
 
 
 @given(seeds, st.integers(1, 5))
@@ -122,36 +115,20 @@ def test_count_and_fill_bags_equal_the_reference(seed: int, world: int, weighted
 def test_pooling_the_parts_and_then_the_vectors_is_pooling_the_bags(seed: int, world: int) -> None:
     cut = Cut(seed, world)
     rng = np.random.default_rng(seed)
-    rows_by_key = {key: rng.integers(-9, 9, 3).astype(np.float32) for key in range(-10, 10)}  # exact in any order
+    values = rng.integers(-9, 9, (20, 3)).astype(np.float32)  # of keys -10 to 9; sums are exact in any order
     sent = np.full((int((cut.num_bags + 2).sum()), 3), np.nan, np.float32)
-    part_start, entry_start = starts(cut.num_bags), starts(cut.num_entries)
+    part_start, key_start = starts(cut.num_bags), starts(cut.num_keys)
     for w in range(world):
-        owned = cut.bucketed[cut.key_start[w] :][: cut.counts[w]]
-        values = np.array([rows_by_key[key] for key in owned.tolist()], np.float32).reshape(len(owned), 3)
         parts = cut.lengths[part_start[w] :][: cut.num_bags[w]]
-        mine = slice(entry_start[w], entry_start[w] + cut.num_entries[w])
+        mine = slice(key_start[w], key_start[w] + cut.num_keys[w])
         offsets = np.concatenate([[0], np.cumsum(parts)]).astype(np.int64)
         targets = np.arange(cut.vector_start[w], cut.vector_start[w] + cut.num_bags[w])
-        pool(rows_of(values), cut.entries[mine], offsets, cut.entry_weights[mine], targets, sent)
+        pool(rows_of(values), cut.sent_keys[mine] + 10, offsets, cut.sent_weights[mine], targets, sent)
     pooled = np.full((len(cut.offsets) - 1, 3), np.nan, np.float32)
     pool(rows_of(sent), cut.vectors, cut.vector_offsets, ONES, NONE, pooled)
     for b, (first, last) in enumerate(zip(cut.offsets[:-1], cut.offsets[1:], strict=True)):
-        expected = sum((cut.weights[i] * rows_by_key[int(cut.keys[i])] for i in range(first, last)), np.zeros(3))
+        expected = sum((cut.weights[i] * values[cut.keys[i] + 10] for i in range(first, last)), np.zeros(3))
         assert pooled[b].tolist() == expected.tolist()
-
-
-@given(seeds, st.integers(1, 4))
-@few
-def test_entry_rows_equal_the_reference(seed: int, sources: int) -> None:
-    rng = np.random.default_rng(seed)
-    keys_of = rng.integers(1, 6, sources)
-    counts, key_start = rng.integers(0, 7, sources), starts(keys_of)
-    inverse = rng.integers(0, 4, keys_of.sum()).astype(np.int32)
-    entries = np.concatenate([rng.integers(0, k, n) for k, n in zip(keys_of, counts, strict=True)]).astype(np.int32)
-    out = np.full(len(entries), -9, np.int32)
-    entry_rows(entries, counts, key_start, inverse, out)
-    expected = reference.entry_rows(*map(torch.from_numpy, (entries, counts, key_start, inverse)))
-    assert out.tolist() == expected.tolist()
 
 
 def test_every_entry_of_a_bag_gets_its_target() -> None:
