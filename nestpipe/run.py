@@ -159,8 +159,11 @@ def write_json(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
+SAY_EVERY = 10.0  # seconds between lines where there is no terminal for a bar
+
+
 class Curves:
-    """Progress on the terminal and curves for TensorBoard, on one rank."""
+    """Progress (a bar on a terminal, a line now and then elsewhere) and curves for TensorBoard, on one rank."""
 
     def __init__(self, folder: Path, *, enabled: bool, steps: int | None) -> None:
         self._bar: tqdm | None = None
@@ -170,21 +173,26 @@ class Curves:
         from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
-        self._live = sys.stderr.isatty()
-        self._bar = tqdm(total=steps, unit="step", mininterval=0.2 if self._live else 10.0, dynamic_ncols=True)
-        self._samples, self._since, self._shown = 0, time.perf_counter(), 0.0
+        self._bar = tqdm(total=steps, unit="step", mininterval=0.2, dynamic_ncols=True, disable=not sys.stderr.isatty())
+        self._of = "" if steps is None else f"/{steps}"
+        self._samples, self._since = 0, time.perf_counter()
+        self._said = self._since
 
     def step(self, result: StepResult) -> None:
         if self._bar is None:
             return
         self._samples += result.samples
         now = time.perf_counter()
-        if now - self._shown > 0.2:
-            rate = self._samples / max(1e-9, now - self._since)
-            self._bar.set_postfix_str(f"loss {result.loss:.4f}, {rate:,.0f} samples/s", refresh=False)
+        if now - self._since > 0.2:
+            rate = self._samples / (now - self._since)
+            state = f"loss {result.loss:.4f}, {rate:,.0f} samples/s"
+            self._bar.set_postfix_str(state, refresh=False)
+            if self._bar.disable and now - self._said > SAY_EVERY:
+                print(f"step {result.step + 1}{self._of}: {state}", file=sys.stderr, flush=True)
+                self._said = now
             self._writer.add_scalar("train/loss", result.loss, result.step)
             self._writer.add_scalar("train/samples_per_second", rate, result.step)
-            self._shown, self._since, self._samples = now, now, 0
+            self._since, self._samples = now, 0
         self._bar.update(1)
 
     def metrics(self, split: str, metrics: dict[str, float], step: int) -> None:

@@ -18,12 +18,20 @@ class Uniform:
     low: float = -0.05
     high: float = 0.05
 
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            raise ValueError(f"Uniform: low must not be above high, got {self.low} and {self.high}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
     """First values of a row: normal with mean 0."""
 
     std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.std >= 0:
+            raise ValueError(f"Normal: std must be at least 0, got {self.std}")
 
 
 Init = Uniform | Normal
@@ -92,12 +100,16 @@ class Table:
         def refuse(problem: str) -> ValueError:
             return ValueError(f"table {self.name!r}: {problem}")
 
-        if not isinstance(self.dim, int) or self.dim < 1:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 1:
             raise refuse(f"dim must be a whole number of at least 1, got {self.dim!r}")
         if not isinstance(self.optimizer, RowOptimizer):
             raise refuse(
                 f"optimizer must be a nestpipe row optimizer such as RowwiseAdagrad(lr=0.05), got {self.optimizer!r}"
             )
+        if not isinstance(self.init, (Uniform, Normal)):
+            raise refuse(f"init must be Uniform(low, high) or Normal(std), got {self.init!r}")
+        if self.eviction is not None and not isinstance(self.eviction, Eviction):
+            raise refuse(f"eviction must be an Eviction(...) or None, got {self.eviction!r}")
         if self.dtype not in (torch.float32, torch.bfloat16):
             raise refuse(f"dtype must be torch.float32 or torch.bfloat16, got {self.dtype}")
         if self.tier != "memory":

@@ -107,7 +107,7 @@ class Trainer:
         stores = [MemoryStore(table, seed=seed, world=self.world) for table in tables]
         self._ops = StepOperations(plan, stores, self._transport, self._dense, skip_nonfinite=self._skip)
         self._arena = Arena()
-        self._told = not plan.undecided
+        self._told = False  # what travels how: said once, after the first batch has decided it
 
     # -- training ----------------------------------------------------------------------------------------------------
 

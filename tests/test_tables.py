@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nestpipe.optim import OPTIMIZERS, SGD, Adagrad, Adam, RowwiseAdagrad
-from nestpipe.tables import Eviction, Feature, Table, check_declarations, did_you_mean
+from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, check_declarations, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,16 @@ def test_bad_declarations_are_refused_with_the_names(tables, features, message: 
 
 def test_an_unknown_name_where_nothing_is_known_says_so() -> None:
     assert did_you_mean("item", []) == "which is not known (known: none)"
+
+
+def test_first_values_and_eviction_of_a_wrong_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="low must not be above high"):
+        Uniform(0.1, -0.1)
+    with pytest.raises(ValueError, match="std must be at least 0"):
+        Normal(-1.0)
+    with pytest.raises(ValueError, match="table 't': init"):
+        Table("t", 4, init=0.02)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="table 't': eviction"):
+        Table("t", 4, eviction=100)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="table 't': dim"):
+        Table("t", True)
