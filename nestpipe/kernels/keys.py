@@ -53,35 +53,35 @@ def _spread(key):
 
 
 @kernel
-def deduplicate(keys, slots, bits, epoch, unique, inverse):
+def deduplicate(keys, slots, bits, unique, inverse):
     """unique[:n] = the distinct keys in order of first appearance; inverse[i] = where keys[i] is in it. Returns n.
 
-    slots: scratch of a power of two >= 2 * len(keys) int64, of which the first 2^bits are used to begin with, more as
-    distinct keys turn up: a table that fits the cache is what makes skewed keys fast. An entry is (epoch << 32 | place),
-    so that a new epoch empties the table without a pass over it; 32 epochs from `epoch` on must be unused.
-    unique needs len(keys) places.
+    slots: scratch of a power of two >= 2 * len(keys) int32, of which the first 2^bits are used to begin with, more as
+    distinct keys turn up: a table that fits the cache is what makes skewed keys fast. An entry is place + 1, 0 if empty.
+    unique needs len(keys) places. Indices are unsigned where Numba would else test them for being negative.
     """
     mask = np.uint64((1 << bits) - 1)
     shift = np.uint64(64 - bits)
     limit = 1 << (bits - 1)
+    slots[: 1 << bits] = 0
     base = slots.ctypes.data
     one = np.uint64(1)
     n = 0
-    length = len(keys)
-    for i in range(length):
-        if i + AHEAD < length:
-            prefetch(base + np.int64(_spread(keys[i + AHEAD]) >> shift) * 8)
+    last_ahead = len(keys) - AHEAD
+    for i in range(len(keys)):
+        if i < last_ahead:
+            prefetch(base + np.int64(_spread(keys[np.uint64(i + AHEAD)]) >> shift) * 4)
         key = keys[i]
         slot = _spread(key) >> shift
         while True:
             entry = slots[slot]
-            if (entry >> 32) != epoch:
-                slots[slot] = (epoch << 32) | n
-                unique[n] = key
+            if entry == 0:
+                unique[np.uint64(n)] = key
                 inverse[i] = n
                 n += 1
+                slots[slot] = n
                 break
-            place = entry & 0xFFFFFFFF
+            place = np.uint64(entry - 1)
             if unique[place] == key:
                 inverse[i] = place
                 break
@@ -90,12 +90,12 @@ def deduplicate(keys, slots, bits, epoch, unique, inverse):
             mask = (mask << one) | one
             shift -= one
             limit <<= 1
-            epoch += 1
+            slots[: limit << 1] = 0
             for place in range(n):
                 slot = _spread(unique[place]) >> shift
-                while (slots[slot] >> 32) == epoch:
+                while slots[slot] != 0:
                     slot = (slot + one) & mask
-                slots[slot] = (epoch << 32) | place
+                slots[slot] = place + 1
     return n
 
 
@@ -144,17 +144,13 @@ class Deduplicator:
     """`deduplicate` with its scratch kept between calls. Not for two threads at once."""
 
     def __init__(self) -> None:
-        self._slots = np.zeros(1 << 12, np.int64)
-        self._epoch = 1
+        self._slots = np.empty(1 << 12, np.int32)
         self._expected = 0  # distinct keys last time
 
     def __call__(self, keys: np.ndarray, unique: np.ndarray, inverse: np.ndarray) -> int:
         needed = 1 << max(12, (2 * len(keys) - 1).bit_length())
-        if needed > len(self._slots) or self._epoch > 2**31 - 64:
-            self._slots = np.zeros(max(needed, len(self._slots)), np.int64)
-            self._epoch = 1
-        bits = min(max(12, (2 * self._expected).bit_length()), needed.bit_length() - 1)
-        n = deduplicate(keys, self._slots, bits, self._epoch, unique, inverse)
-        self._epoch += 32
-        self._expected = n
-        return n
+        if needed > len(self._slots):
+            self._slots = np.empty(needed, np.int32)
+        bits = min(max(12, (3 * self._expected).bit_length()), needed.bit_length() - 1)
+        self._expected = deduplicate(keys, self._slots, bits, unique, inverse)
+        return self._expected
