@@ -24,10 +24,6 @@ class Arena:
             kept = self._kept[name] = np.empty(size + size // 8, dtype)
         return kept[:size].reshape(shape)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(kept.nbytes for kept in self._kept.values())
-
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
     """The same memory as a tensor."""

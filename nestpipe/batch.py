@@ -170,6 +170,9 @@ class Output:
 
 def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
     """Raises ValueError, naming the feature and the value, for a batch that cannot be trained on."""
+    for name, part in batch.dense.items():
+        if isinstance(part, Tensor) and part.ndim == 0:
+            raise ValueError(f"dense input {name!r} is a single number; give a tensor [B, ...], one entry per sample")
     size = batch.size
     missing = [name for name in feature_names if name not in batch.keys]
     if missing:
@@ -207,6 +210,10 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
 
 
 def _check_jagged(what: str, jagged: Jagged, size: int) -> None:
+    if not isinstance(jagged, Jagged):
+        raise ValueError(
+            f"{what} must be a Jagged, got {type(jagged).__name__}; see Jagged.from_lists and from_lengths"
+        )
     offsets = jagged.offsets
     if offsets.dtype != torch.int64 or offsets.ndim != 1 or len(offsets) == 0:
         raise ValueError(

@@ -33,7 +33,16 @@ from nestpipe.store.memory import MemoryStore
 FORMAT = 1
 
 
-def save(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Transport, *, step: int) -> None:
+def save(
+    path: Path,
+    stores: Sequence[MemoryStore],
+    dense: Dense,
+    transport: Transport,
+    *,
+    step: int,
+    settings: dict[str, Any],
+) -> None:
+    """settings: what else the trainer wants back from `load`."""
     if path.exists():
         raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
     partial = path.with_name(f".{path.name}.partial")
@@ -55,7 +64,13 @@ def save(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
         save_tensors(weights, partial / "dense.safetensors")
         if dense.optimizer is not None:
             _save_optimizer(partial, dense.optimizer)
-        manifest = {"format": FORMAT, "step": step, "world": transport.world, "tables": [_declared(s) for s in stores]}
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "world": transport.world,
+            "tables": [_declared(store) for store in stores],
+            "settings": settings,
+        }
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         partial.rename(path)
 
@@ -83,8 +98,8 @@ def _together(transport: Transport, work: Callable[[], None] | None) -> None:
         raise TrainingError("checkpoint: " + "\n".join(causes), is_ours=problem is not None) from problem
 
 
-def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Transport) -> int:
-    """Every worker reads all files of a table and keeps the keys that are its own now. Returns the step."""
+def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Transport) -> tuple[int, dict[str, Any]]:
+    """Every worker reads all files of a table and keeps the keys that are its own now. Returns step and settings."""
     if not (path / "manifest.json").is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no manifest.json")
     manifest = json.loads((path / "manifest.json").read_text())
@@ -100,7 +115,7 @@ def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
                     f"table {store.table.name!r}: {what} is {value!r} here but {saved[store.table.name][what]!r} in {path}"
                 )
     _together(transport, lambda: _read_all(path, manifest, stores, dense, transport))
-    return int(manifest["step"])
+    return int(manifest["step"]), manifest["settings"]
 
 
 def _read_all(
@@ -136,6 +151,8 @@ def _declared(store: MemoryStore) -> dict[str, Any]:
         "dtype": str(table.dtype),
         "optimizer": type(table.optimizer).__name__,
         "counters": table.eviction is not None,
+        "admit_after": table.admit_after,
+        "seed": store.seed,
         "updates": store.updates,
     }
 

@@ -74,8 +74,13 @@ def _train(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *([f"schedule.name={arguments.schedule}"] if arguments.schedule else [])]
     if not process.under_launcher():
         folder = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
         # Read here first: a misspelt entry is told once, at once, and not by every worker.
-        problem = _guard(lambda: config.read(arguments.config, overrides), 0)
+        def check() -> None:
+            config.read(arguments.config, overrides)
+            run.check_writable(folder=folder, json_file=arguments.json)
+
+        problem = _guard(check, 0)
         if problem:
             return problem
         if arguments.workers > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -155,8 +156,29 @@ def write_json(path: Path, value: Any) -> None:
     """Complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.write_text(json.dumps(_plain(value), indent=1, allow_nan=False) + "\n")
     partial.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: what is not defined (a metric of an empty split) becomes null."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_writable(*, folder: Path, json_file: Path | None) -> None:
+    """Raises ValueError now rather than after the training."""
+    for path in (folder, *([json_file] if json_file else [])):
+        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        must_be_folder = existing != json_file
+        if existing.is_dir() != must_be_folder:
+            kind = "a file" if must_be_folder else "a folder"
+            raise ValueError(f"cannot write {path}: {existing} is {kind}; choose another --out or --json")
+        if not os.access(existing, os.W_OK):
+            raise ValueError(f"cannot write {path}: no permission to write {existing}; choose another --out or --json")
 
 
 SAY_EVERY = 10.0  # seconds between lines where there is no terminal for a bar

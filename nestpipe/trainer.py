@@ -63,9 +63,8 @@ class Trainer:
     micro_batches: cuts each batch into this many parts, run one after the other, with one update for all.
     seed: of the first values of rows.
     on_nonfinite: "raise", or "skip": a batch with NaN or infinity in an input (on that worker) or a loss (on all) is left
-        out and counted.
+        out and counted. No row is updated then; rows of keys that were new have been born. Gradients are not looked at.
     data_timeout: seconds without a batch after which a data source counts as dead.
-    find_unused_parameters: for models in which some parameters take no part in some batches; see DDP.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Trainer:
         seed: int = 0,
         on_nonfinite: str = "raise",
         data_timeout: float = 300.0,
-        find_unused_parameters: bool = False,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule {schedule!r}, {did_you_mean(schedule, SCHEDULES)}")
@@ -98,12 +96,15 @@ class Trainer:
         self.model = model
         self.micro_batches = micro_batches
         self.steps = 0  # batches so far
+        self._lr_factor = 1.0
         self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
         self._seed = seed
         self._skip = on_nonfinite == "skip"
         self._data_timeout = data_timeout
         self._names = [feature.name for feature in features]
-        self._dense = Dense(model, dense_optimizer, self.group, find_unused_parameters=find_unused_parameters)
+        if self.world > 1 or micro_batches > 1:
+            _refuse_batch_norm(model)
+        self._dense = Dense(model, dense_optimizer, self.group)
         stores = [MemoryStore(table, seed=seed, world=self.world) for table in tables]
         self._ops = StepOperations(plan, stores, self._transport, self._dense, skip_nonfinite=self._skip)
         self._arena = Arena()
@@ -115,7 +116,8 @@ class Trainer:
         self, batches: Iterable[Batch], *, steps: int | None = None, on_step: Callable[[StepResult], None] | None = None
     ) -> FitResult:
         """Trains until `steps` are done or no worker has batches left. Workers may have different numbers of batches:
-        those that run out early go on serving rows, and all return together."""
+        those that run out early go on serving rows, and all return together. Batches are read ahead: a source must not
+        write into tensors that it has given away."""
         loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
         started, done, samples, skipped = time.perf_counter(), 0, 0, 0
         first = last = float("nan")
@@ -178,6 +180,7 @@ class Trainer:
         for store in self._stores():
             store.lr = store.table.optimizer.lr * factor
         self._dense.scale_lr(factor)
+        self._lr_factor = factor
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -303,13 +306,19 @@ class Trainer:
 
     def save(self, path: str | Path) -> None:
         """Writes tables, model and optimizers to a new folder, which appears only when it is complete."""
-        checkpoint.save(Path(path), self._stores(), self._dense, self._transport, step=self.steps)
+        # How a table travels decides the order of sums, so a run that goes on must not decide anew.
+        at_owner = {store.table.name: how for store, how in zip(self._stores(), self._ops.plan.at_owner, strict=True)}
+        settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner}
+        checkpoint.save(Path(path), self._stores(), self._dense, self._transport, step=self.steps, settings=settings)
 
     def load(self, path: str | Path) -> None:
         """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet."""
         if self.steps:
             raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
-        self.steps = checkpoint.load(Path(path), self._stores(), self._dense, self._transport)
+        self.steps, settings = checkpoint.load(Path(path), self._stores(), self._dense, self._transport)
+        self.scale_lr(settings["lr_factor"])
+        for k in self._ops.plan.undecided:
+            self._ops.plan.resume(k, settings["pooled_at_owner"][self._ops.plan.tables[k].name])
 
     def digest(self) -> str:
         """A hash over every table's (key, row, optimizer state) and the model's weights.
@@ -342,3 +351,13 @@ class Trainer:
             f"schedule serial, {self.micro_batches} micro-batch(es): nothing is overlapped but reading data (in a thread) "
             f"and the sum of dense gradients (with the last backward)",
         ]
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """It mixes the samples of a batch, so splitting the batch over workers or micro-batches would change the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"the model's {name or type(module).__name__} is a batch norm, which mixes samples: its result would depend "
+                f"on how the batch is split over workers and micro-batches; use LayerNorm, or one worker and micro_batches=1"
+            )

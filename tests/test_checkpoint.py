@@ -245,3 +245,23 @@ def test_a_model_without_parameters_is_saved_too(tmp_path: Path) -> None:
     trainer.save(tmp_path / "one")
     other.load(tmp_path / "one")
     assert other.digest() == trainer.digest() and other.steps == 1
+
+
+def test_learning_rates_and_the_way_tables_travel_survive_and_another_seed_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 2)
+    trainer.scale_lr(0.25)
+    trainer.save(tmp_path / "saved")
+    again = make_trainer()
+    again.load(tmp_path / "saved")
+    assert [store.lr for store in again._stores()] == [store.lr for store in trainer._stores()]
+    assert again._ops.plan.at_owner == trainer._ops.plan.at_owner
+    assert again.digest() == trainer.digest()
+    for one in (trainer, again):
+        train(one, 2, 4)
+    assert again.digest() == trainer.digest()
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+    manifest["tables"][0]["seed"] += 1
+    (tmp_path / "saved" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="seed is"):
+        make_trainer().load(tmp_path / "saved")

@@ -268,3 +268,14 @@ def test_all_workers_leave_when_one_is_killed(clicks: Path, tmp_path: Path) -> N
     assert "all 2 workers have left" in error
     assert not any(is_alive(worker) for worker in workers)
     assert not (out / "result.json").exists() and not (out / "final").exists()
+
+
+def test_results_that_cannot_be_written_are_told_before_the_training(
+    clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").touch()
+    assert run("train", clicks, "--json", tmp_path, "--out", tmp_path / "run") == 1
+    assert "is a folder; choose another --out or --json" in capsys.readouterr().err
+    assert run("train", clicks, "--out", tmp_path / "taken" / "run") == 1
+    assert "is a file; choose another --out or --json" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Output, RowwiseAdagrad, Table, Trainer
+from nestpipe.errors import TrainingError
 from nestpipe.metrics import AUC, NormalizedEntropy
 from nestpipe.models import DLRM
 from nestpipe.optim import RowOptimizer
@@ -437,7 +439,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: with_list(Jagged(torch.arange(3), torch.tensor([0, 1, 2, 3]), torch.ones(2))),
         ["feature 'list'", "weights", "3 keys"],
     ),
-    "keys that are no Jagged": (lambda: with_list(torch.arange(3)), ["AttributeError"]),  # type: ignore[arg-type]
+    "keys that are no Jagged": (lambda: with_list(torch.arange(3)), ["must be a Jagged"]),  # type: ignore[arg-type]
     "NaN in a dense input": (lambda: spoilt(float("nan"), range(3)), ["dense input 'dense'", "nan", "[2, 0]"]),
     "infinity in a dense input": (lambda: spoilt(float("inf"), range(3)), ["dense input 'dense'", "inf"]),
     "NaN loss": (lambda: spoilt(BAD, range(3)), ["loss of sample 2 is nan"]),
@@ -708,3 +710,64 @@ def test_a_metric_without_predictions_says_so() -> None:
 def test_ranking_with_an_unknown_history_names_the_near_feature() -> None:
     with pytest.raises(ValueError, match=r"history 'lists'.*did you mean 'list'"):
         make_trainer(Ranker()).evaluate_ranking([], table="item", candidates=torch.arange(3), history="lists")
+
+
+class Awkward(Scorer):
+    """A model with a parameter that only some samples reach, or a loss that reaches nothing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.extra = nn.Parameter(torch.ones(3))
+        if kind == "frozen":
+            self.requires_grad_(False)
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
+        output = super().forward(batch, rows)
+        rank = dist.get_rank()
+        if self.kind == "constant on one rank" and rank == 1:
+            return Output(torch.zeros(batch.size))
+        if self.kind == "unused on one rank" and rank == 0:
+            return Output(output.losses + self.extra.sum())
+        return Output(output.losses)
+
+
+def train_awkward(kind: str) -> tuple[str, list[float]]:
+    torch.manual_seed(dist.get_rank())  # each rank draws its own weights; training must begin with the same ones
+    trainer = make_trainer(Awkward(kind))
+    for _ in range(3):
+        assert trainer.step(batch_of(range(8))) is not None
+    return trainer.digest(), trainer.model.extra.tolist()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("kind", ["unused on all", "unused on one rank", "constant on one rank", "frozen"])
+def test_ranks_stay_alike_with_parameters_that_take_no_part(cluster: Cluster, kind: str) -> None:
+    (digest, extra), (other_digest, _) = cluster.run(2, train_awkward, kind)
+    assert digest == other_digest
+    assert (extra != [1.0, 1.0, 1.0]) == (kind == "unused on one rank")
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+def test_weights_that_are_no_weights_are_refused_or_skipped(weight: float) -> None:
+    class Weighted(Scorer):
+        def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
+            weights = torch.ones(batch.size)
+            weights[2] = weight
+            return Output(super().forward(batch, rows).losses, weights)
+
+    with pytest.raises(TrainingError, match="weight"):
+        make_trainer(Weighted()).step(batch_of(range(8)))
+    if weight == weight and weight < 0:
+        return
+    trainer = make_trainer(Weighted(), on_nonfinite="skip")
+    result = trainer.step(batch_of(range(8)))
+    assert result is not None and result.skipped
+    assert all(np.isfinite(one).all() for one in state_of(trainer).values())
+
+
+def test_a_batch_norm_is_refused_where_the_batch_is_split() -> None:
+    model = Scorer()
+    model.norm = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="norm is a batch norm, which mixes samples"):
+        make_trainer(model, micro_batches=2)
+    make_trainer(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from nestpipe.process import current_device
 
 
 class _Forward(nn.Module):
-    """The user's model, or, for a worker without samples, a zero that reaches every parameter: DDP must see them all."""
+    """The user's model; for a worker without samples a zero, because DDP must see every worker at every step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -23,9 +25,17 @@ class _Forward(nn.Module):
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
         if batch.size:
-            return checked_output(self.model(batch, rows), batch.size)
-        touched = [parameter.sum() * 0 for parameter in self.model.parameters() if parameter.requires_grad]
-        return Output(torch.stack(touched).sum().reshape(1) if touched else torch.zeros(1))
+            output = checked_output(self.model(batch, rows), batch.size)
+            if output.losses.requires_grad:
+                return output
+            # A loss that no parameter has a part in must still reach DDP, where the other workers wait.
+            return dataclasses.replace(output, losses=output.losses + self._nothing())
+        return Output(self._nothing().reshape(1))
+
+    def _nothing(self) -> Tensor:
+        """A zero that every parameter has a part in."""
+        parts = [parameter.sum() * 0 for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 class Dense:
@@ -36,23 +46,26 @@ class Dense:
         model: nn.Module,
         optimizer: Callable[[Any], torch.optim.Optimizer],
         group: dist.ProcessGroup | None,
-        *,
-        find_unused_parameters: bool,
     ) -> None:
         self.device = current_device()
         self.model = model.to(self.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forward: nn.Module = _Forward(model)
         self._averaged_over = 1
-        if group is not None and dist.get_world_size(group) > 1 and self._parameters:
+        workers = 1 if group is None else dist.get_world_size(group)
+        if workers > 1 and self._parameters:
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             self._forward = nn.parallel.DistributedDataParallel(
                 self._forward,
                 process_group=group,
                 forward_sync_buffers=False,
                 gradient_as_bucket_view=True,
-                find_unused_parameters=find_unused_parameters,
+                find_unused_parameters=True,  # else a model with a branch not taken makes replicas differ, or hang
             )
-            self._averaged_over = dist.get_world_size(group)  # what DDP divides by; the update multiplies by it again
+            self._averaged_over = workers  # what DDP divides by; the update multiplies by it again
+        elif workers > 1:
+            for tensor in model.state_dict().values():  # as DDP would have done
+                dist.broadcast(tensor, src=0, group=group)
         self.optimizer = optimizer(self._parameters) if self._parameters else None
 
     def forward(self, batch: Batch, rows: dict[str, Any], *, reduce: bool) -> Output:
@@ -108,4 +121,7 @@ def checked_output(output: Any, size: int) -> Output:
         raise ValueError(
             f"the model returned weights of shape {tuple(weights.shape)} for {size} samples; give one per sample"
         )
+    if weights is not None and (weights < 0).any():
+        sample = int((weights < 0).nonzero()[0])
+        raise ValueError(f"the model returned the weight {float(weights[sample])} for sample {sample}; it must be >= 0")
     return output

@@ -90,6 +90,7 @@ class Loader:
 
     def close(self) -> None:
         self._closed.set()
+        self._thread.join(1.0)  # so that what is left of the source can be read by another
 
 
 def checked(batch: Batch, feature_names: Sequence[str]) -> Batch:

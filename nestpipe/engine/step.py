@@ -81,12 +81,15 @@ class StepOperations:
 
     def route(self, ctx: Context, *, has_data: bool) -> bool:
         """Deduplicates keys, buckets them by owner, exchanges them. False if no worker has data any more."""
-        status = HAS_DATA if has_data else OUT_OF_DATA
-        if ctx.error is not None:
-            ctx.batch, ctx.bounds, status = Batch.empty([f.name for f in self.plan.features]), [0, 0], FAILED
         transport = self.transport
-        ctx.source = SourceRoute(ctx.batch, self.plan, transport, self._source_dedup, ctx.arena)
-        ctx.source.sizes[:, 0] = status
+        if ctx.error is not None:
+            ctx.batch, ctx.bounds = Batch.empty([f.name for f in self.plan.features]), [0, 0]
+        try:
+            ctx.source = SourceRoute(ctx.batch, self.plan, transport, self._source_dedup, ctx.arena)
+        except Exception as error:  # what the checks of a batch did not foresee
+            ctx.error, ctx.batch, ctx.bounds = error, Batch.empty([f.name for f in self.plan.features]), [0, 0]
+            ctx.source = SourceRoute(ctx.batch, self.plan, transport, self._source_dedup, ctx.arena)
+        ctx.source.sizes[:, 0] = FAILED if ctx.error is not None else HAS_DATA if has_data else OUT_OF_DATA
         sizes = transport.exchange_rows(ctx.source.sizes)
         if (sizes[:, 0] == FAILED).any():
             self._leave_together(ctx)
@@ -104,11 +107,12 @@ class StepOperations:
         for k, (store, owned) in enumerate(zip(self.stores, ctx.owner.tables, strict=True)):
             try:
                 positions = store.resolve(owned.keys_V, ctx.step)
-            except (
-                ValueError
-            ) as error:  # over the row budget: all leave at the next agreement; until then any row will do
+            except ValueError as error:
+                # Over the row budget: all leave at the next agreement; until then a row of zeros will do.
                 ctx.error = ctx.error or error
-                ctx.rows.append(rows_of(ctx.arena.take(f"read {k}", (1, store.table.dim), np.float32)))
+                zeros = ctx.arena.take(f"read {k}", (1, store.table.dim), np.float32)
+                zeros[:] = 0
+                ctx.rows.append(rows_of(zeros))
                 ctx.positions.append(np.zeros(len(owned.keys_V), np.int64))
                 continue
             if store.shares_rows:
@@ -184,16 +188,19 @@ class StepOperations:
         ctx.output = output
         if not batch.size:
             return
-        losses, weights = output.losses.detach(), output.weights
+        losses = output.losses.detach()
+        weights = torch.ones_like(losses) if output.weights is None else output.weights.detach()
         ctx.totals[0] += float(losses.double().sum())
-        ctx.totals[1] += float(weights.double().sum()) if weights is not None else batch.size
+        ctx.totals[1] += float(weights.double().sum())
         ctx.totals[2] += batch.size
-        if not torch.isfinite(losses).all():
+        for what, values in (("loss", losses), ("weight", weights)):
+            if torch.isfinite(values).all():
+                continue
             ctx.totals[3] += 1
             if not self._skip_nonfinite:
-                sample = int((~torch.isfinite(losses)).nonzero()[0])
+                sample = int((~torch.isfinite(values)).nonzero()[0])
                 raise ValueError(
-                    f"the loss of sample {ctx.bounds[m] + sample} is {float(losses[sample])}; look at that sample and at "
+                    f"the {what} of sample {ctx.bounds[m] + sample} is {float(values[sample])}; look at that sample and at "
                     f"the learning rates, or set on_nonfinite='skip' to leave such batches out and count them"
                 )
 
@@ -249,6 +256,7 @@ class StepOperations:
     # -- trouble -----------------------------------------------------------------------------------------------------
 
     def _leave_together(self, ctx: Context) -> None:
+        self.dense.forget()
         messages = self.transport.gather_objects(None if ctx.error is None else describe(ctx.error))
         causes = [f"rank {rank}, batch {ctx.step}: {text}" for rank, text in enumerate(messages) if text is not None]
         raise TrainingError("\n".join(causes), is_ours=ctx.error is not None) from ctx.error

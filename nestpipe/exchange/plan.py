@@ -48,6 +48,11 @@ class ExchangePlan:
         self.at_owner[k] = bag_bytes <= row_bytes
         self.why[k] = f"first batch: {row_bytes / 1e6:.2f} MB as rows, {bag_bytes / 1e6:.2f} MB as pooled vectors"
 
+    def resume(self, k: int, at_owner: bool | None) -> None:
+        """Goes on as a checkpoint says."""
+        self.at_owner[k] = at_owner
+        self.why[k] = "as in the checkpoint"
+
     def describe(self) -> list[str]:
         """One line per table for the run's report."""
         lines = []

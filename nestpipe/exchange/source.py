@@ -114,7 +114,7 @@ class SourceRoute:
         ):
             weights = self._arena.take(f"weights {k}", len(keys), np.float32)
             for feature, jagged, start in zip(features, lists, first[:-1], strict=True):
-                given = ONES if jagged.weights is None else jagged.weights.float().contiguous().numpy()
+                given = ONES if jagged.weights is None else jagged.weights.detach().float().contiguous().numpy()
                 if feature.pooling == "mean":
                     mean_weights(jagged.offsets.numpy(), given, start, weights)
                 else:

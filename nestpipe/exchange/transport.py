@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from nestpipe.arena import as_tensor
@@ -62,8 +61,3 @@ class Transport:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values, in place."""
-        if self.world > 1:
-            dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0) if self._group else 0, group=self._group)

@@ -39,6 +39,7 @@ class MemoryStore:
 
     def __init__(self, table: Table, *, seed: int, world: int = 1) -> None:
         self.table = table
+        self.seed = seed
         self.updates = 0
         self.lr = table.optimizer.lr
         half = table.dtype.itemsize == 2
@@ -55,6 +56,7 @@ class MemoryStore:
         self._step = 0
         self._born = self._evicted = 0
         name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
+        self._tags = np.uint64(name), np.uint64(mix(np.uint64(name)))  # of own and of shared rows in the digest
         self._seed = np.uint64(mix(np.uint64(name ^ (seed % 2**64))))
         self._shared_seed = np.uint64(mix(self._seed))
         self._scratch = np.empty(table.dim, np.float32)
@@ -187,7 +189,7 @@ class MemoryStore:
     def digest(self) -> tuple[int, int]:
         """Two 64-bit sums over (key, row, optimizer state); sums of several workers add up (mod 2^64)."""
         out = np.zeros(2, np.uint64)
-        for tag, (keys, positions) in ((self._seed, self.items()), (self._shared_seed, self.shared_items())):
+        for tag, (keys, positions) in zip(self._tags, (self.items(), self.shared_items()), strict=True):
             for start in range(0, len(keys), 1 << 16):
                 part = slice(start, start + (1 << 16))
                 block = np.ascontiguousarray(self.records(positions[part])[:, : self.record_words])
