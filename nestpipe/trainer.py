@@ -24,7 +24,7 @@ from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.step import Context, StepOperations, StepResult, micro_batch_bounds, serial_step
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
-from nestpipe.metrics import NDCG, HitRate, target_ranks
+from nestpipe.metrics import NDCG, HitRate, rank_all
 from nestpipe.store.memory import MemoryStore, StoreStats
 from nestpipe.tables import Feature, Table, did_you_mean
 
@@ -230,9 +230,14 @@ class Trainer:
         def judge(batch: Batch, rows: dict[str, Any]) -> None:
             if batch.labels is None:
                 raise ValueError("ranking needs batch.labels: the key of each sample's target")
-            scores = self.model.score(self.model.query(batch, rows), candidate_rows)  # type: ignore[operator]
-            exclude = batch.keys[history] if exclude_seen else None
-            ranks = target_ranks(scores, candidate_keys=candidates, target_keys=batch.labels, exclude=exclude)
+            ranks = rank_all(
+                self.model.score,  # type: ignore[arg-type]
+                queries_BD=self.model.query(batch, rows),  # type: ignore[operator]
+                candidates_ND=candidate_rows,
+                candidate_keys=candidates,
+                target_keys=batch.labels,
+                exclude=batch.keys[history] if exclude_seen else None,
+            )
             for metric in metrics.values():
                 metric.update(ranks)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,9 @@ class _Forward(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        # Never used: with it DDP finds an unused parameter in every model, and does not advise, on every run's terminal,
+        # against looking for them.
+        self.unused = nn.Parameter(torch.zeros(1))
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
         if batch.size:
@@ -50,11 +52,10 @@ class Dense:
         self.device = current_device()
         self.model = model.to(self.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._forward: nn.Module = _Forward(model)
+        self._forward: nn.Module = _Forward(model).to(self.device)
         self._averaged_over = 1
         workers = 1 if group is None else dist.get_world_size(group)
         if workers > 1 and self._parameters:
-            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             self._forward = nn.parallel.DistributedDataParallel(
                 self._forward,
                 process_group=group,
