@@ -345,29 +345,30 @@ def _table(name: str, section: TableSection, settings: dict[str, Any]) -> Table:
         raise ValueError(
             f"config: tables.{name}.evict {section.evict!r}, {did_you_mean(section.evict, ['lru', 'lfu'])}"
         )
-    eviction = None
-    if section.max_rows is not None or section.ttl is not None:
-        eviction = Eviction(max_rows=section.max_rows, policy=section.evict, ttl=section.ttl)
     match section.init:
         case {"normal": float() | int() as std}:
-            init: Normal | Uniform = Normal(std)
-        case {"uniform": [low, high]}:
-            init = Uniform(low, high)
+            first: dict[str, Any] = {"std": std}
+        case {"uniform": [float() | int() as low, float() | int() as high]}:
+            first = {"low": low, "high": high}
         case _:
             raise ValueError(
                 f"config: tables.{name}.init must be {{normal = std}} or {{uniform = [low, high]}}, got {section.init!r}"
             )
-    return Table(
-        name,
-        section.dim,
-        optimizer=OPTIMIZERS[section.optimizer](**settings),
-        init=init,
-        dtype=DTYPES[section.dtype],
-        tier=section.tier,
-        admit_after=section.admit_after,
-        eviction=eviction,
-        pooled_at=section.pooled_at,
-    )
+    try:
+        evicts = section.max_rows is not None or section.ttl is not None
+        return Table(
+            name,
+            section.dim,
+            optimizer=OPTIMIZERS[section.optimizer](**settings),
+            init=Normal(**first) if "std" in first else Uniform(**first),
+            dtype=DTYPES[section.dtype],
+            tier=section.tier,
+            admit_after=section.admit_after,
+            eviction=Eviction(max_rows=section.max_rows, policy=section.evict, ttl=section.ttl) if evicts else None,
+            pooled_at=section.pooled_at,
+        )
+    except ValueError as error:
+        raise ValueError(f"config: tables.{name}: {error}") from error
 
 
 def _features(table: str, section: TableSection, data_features: Sequence[str]) -> list[Feature]:
