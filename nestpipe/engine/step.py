@@ -22,7 +22,7 @@ from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.source import SourceRoute, payload_layout
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import Deduplicator
-from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, rows_of, scatter_add
+from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, rows_of, scatter_add
 from nestpipe.store.memory import MemoryStore
 
 OUT_OF_DATA, HAS_DATA, FAILED = 0, 1, 2
@@ -142,7 +142,8 @@ class StepOperations:
             received = ctx.arena.take(f"vectors in {dim}", (int(to_come.sum()), dim), np.float32)
             ctx.received[dim] = self.transport.all_to_all(sent, to_send, received, to_come)
             grads = ctx.arena.take(f"grads out {dim}", (int(to_come.sum()), dim), np.float32)
-            grads[:] = 0
+            if not all(self.plan.at_owner[k] for k in members):  # gradients of rows are added up, those of bags put
+                grads[:] = 0
             ctx.grads[dim] = grads
 
     # -- the model ---------------------------------------------------------------------------------------------------
@@ -217,13 +218,14 @@ class StepOperations:
         ctx.output = None
         first, last = ctx.bounds[m], ctx.bounds[m + 1]
         for feature in self.plan.features if ctx.error is None else ():
-            grad = ctx.leaves.pop(feature.name).grad
-            if grad is None:
-                continue
+            leaf = ctx.leaves.pop(feature.name)
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             entries = ctx.source.entries[feature.name]
             offsets = entries.offsets[first : last + 1]
             values = grad.cpu().contiguous().numpy()
-            if feature.pooling is None:
+            if entries.once:
+                pool_put(values, entries.positions, offsets, ctx.grads[entries.dim])
+            elif feature.pooling is None:
                 scatter_add(values, NONE, entries.positions[offsets[0] : offsets[-1]], ctx.grads[entries.dim])
             else:
                 pool_add(values, NONE, entries.positions, offsets, entries.weights, ctx.grads[entries.dim])

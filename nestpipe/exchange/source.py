@@ -25,12 +25,14 @@ class Entries:
     """Where a feature's vectors lie in the received buffer of its dim: sample b has positions[offsets[b]:offsets[b + 1]].
 
     One entry per key where rows travel, one per owner where bags are pooled there. weights may be empty: 1 each.
+    once: no position occurs twice in all samples (each bag has vectors of its own), and weights are 1.
     """
 
     dim: int
     positions: np.ndarray
     offsets: np.ndarray
     weights: np.ndarray
+    once: bool
 
 
 @dataclasses.dataclass
@@ -154,7 +156,7 @@ class SourceRoute:
         compose(rows.inverse_T, moved, positions)
         for feature, offsets in zip(self._plan.features_of[k], table.offsets, strict=True):
             weights = table.weights if feature.pooling else ONES
-            self.entries[feature.name] = Entries(self._plan.tables[k].dim, positions, offsets, weights)
+            self.entries[feature.name] = Entries(self._plan.tables[k].dim, positions, offsets, weights, once=False)
 
     def _lay_out_bags(
         self, k: int, table: _TableKeys, bags: _BagRequest, word_start: np.ndarray, vector_start: np.ndarray
@@ -178,7 +180,7 @@ class SourceRoute:
         size = (len(bags.offsets) - 1) // len(features)
         for i, feature in enumerate(features):
             of_feature = vector_offsets[i * size : (i + 1) * size + 1]
-            self.entries[feature.name] = Entries(self._plan.tables[k].dim, vectors, of_feature, ONES)
+            self.entries[feature.name] = Entries(self._plan.tables[k].dim, vectors, of_feature, ONES, once=True)
 
 
 def vector_layout(sizes: np.ndarray, plan: ExchangePlan) -> tuple[np.ndarray, dict[int, np.ndarray]]:

@@ -146,6 +146,18 @@ def pool_add(grads, origins, positions, offsets, weights, out):
 
 
 @kernel
+def pool_put(grads, positions, offsets, out):
+    """out[positions[i]] = grads[b] for each i of bag b: `pool_add` where no position occurs twice and weights are 1."""
+    num_bags, dim = len(offsets) - 1, grads.shape[1]
+    for b in range(num_bags):
+        grad = grads[b]
+        for i in range(offsets[b], offsets[b + 1]):
+            target = out[positions[i]]
+            for d in range(dim):
+                target[d] = grad[d]
+
+
+@kernel
 def _uniform(bits):
     """The top 24 bits as a float in [0, 1)."""
     return np.float32(bits >> np.uint64(40)) * np.float32(1.0 / (1 << 24))

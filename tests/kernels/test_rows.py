@@ -17,6 +17,7 @@ from nestpipe.kernels.rows import (
     narrow,
     pool,
     pool_add,
+    pool_put,
     rows_of,
     scatter_add,
     widen,
@@ -328,3 +329,16 @@ def test_birth_writes_first_values_and_state_of_the_born_and_touches_no_other(dt
     assert same_bits(records.values, values)
     assert same_bits(records.state, state)
     assert not records.words[:, -1].any()
+
+
+@given(seeds, dims)
+@few
+def test_pool_put_is_pool_add_where_no_position_occurs_twice(seed: int, dim: int) -> None:
+    rng = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 4, 5))]).astype(np.int64)
+    positions = rng.permutation(int(offsets[-1])).astype(np.int32)
+    grads = rng.standard_normal((5, dim)).astype(np.float32)
+    added, put = np.zeros((len(positions), dim), np.float32), np.full((len(positions), dim), np.nan, np.float32)
+    pool_add(grads, NONE, positions, offsets, ONES, added)
+    pool_put(grads, positions, offsets, put)
+    np.testing.assert_array_equal(put, added)
