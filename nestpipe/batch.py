@@ -69,6 +69,10 @@ class Jagged:
         weights = None if self.weights is None else self.weights.to(device, non_blocking=True)
         return Jagged(self.values.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True), weights)
 
+    def pin_memory(self) -> Jagged:
+        weights = None if self.weights is None else self.weights.pin_memory()
+        return Jagged(self.values.pin_memory(), self.offsets.pin_memory(), weights)
+
     def sample_ids(self) -> Tensor:
         """For each of the T values, the sample it belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
@@ -126,6 +130,10 @@ class Batch:
         if device.type == "cpu":  # where batches are made
             return self
         return self._map(lambda jagged: jagged.to(device), lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory, from which a device reads without the CPU."""
+        return self._map(Jagged.pin_memory, Tensor.pin_memory)
 
     def _map(self, jagged: Callable[[Jagged], Jagged], tensor: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(

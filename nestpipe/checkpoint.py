@@ -5,6 +5,7 @@
     dense-optimizer.safetensors/.json   its optimizer's tensors and settings
     table-NAME.I-of-W.safetensors       worker I's keys and records (values, optimizer state, counters)
 
+Tables are written and read in blocks: one may be larger than memory.
 The folder is written under another name and renamed when complete, so a half-written one is never loaded.
 """
 
@@ -12,15 +13,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
@@ -28,14 +27,16 @@ from nestpipe.engine.dense import Dense
 from nestpipe.errors import TrainingError, describe
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import NUM_SHARDS, shards
-from nestpipe.store.memory import MemoryStore
+from nestpipe.store.table_store import TableStore
+from nestpipe.tensorfile import TensorReader, TensorWriter
 
 FORMAT = 1
+BLOCK_BYTES = 8 << 20
 
 
 def save(
     path: Path,
-    stores: Sequence[MemoryStore],
+    stores: Sequence[TableStore],
     dense: Dense,
     transport: Transport,
     *,
@@ -98,7 +99,7 @@ def _together(transport: Transport, work: Callable[[], None] | None) -> None:
         raise TrainingError("checkpoint: " + "\n".join(causes), is_ours=problem is not None) from problem
 
 
-def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Transport) -> tuple[int, dict[str, Any]]:
+def load(path: Path, stores: Sequence[TableStore], dense: Dense, transport: Transport) -> tuple[int, dict[str, Any]]:
     """Every worker reads all files of a table and keeps the keys that are its own now. Returns step and settings."""
     if not (path / "manifest.json").is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no manifest.json")
@@ -119,31 +120,24 @@ def load(path: Path, stores: Sequence[MemoryStore], dense: Dense, transport: Tra
 
 
 def _read_all(
-    path: Path, manifest: dict[str, Any], stores: Sequence[MemoryStore], dense: Dense, transport: Transport
+    path: Path, manifest: dict[str, Any], stores: Sequence[TableStore], dense: Dense, transport: Transport
 ) -> None:
     saved = {table["name"]: table for table in manifest["tables"]}
     dense.model.load_state_dict(load_tensors(path / "dense.safetensors"))
     if dense.optimizer is not None:
         _load_optimizer(path, dense.optimizer)
     for store in stores:
-        parts = [
-            _load_table(path / _table_file(store, w, manifest["world"]), transport) for w in range(manifest["world"])
-        ]
-        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        store.restore(
-            (joined["keys"], joined["records"]),
-            (joined["shared"], joined["shared_records"]),
-            (joined["seen"], joined["sightings"]),
-            updates=saved[store.table.name]["updates"],
-            step=max(0, manifest["step"] - 1),  # the last one that was trained on
-        )
+        for worker in range(manifest["world"]):
+            _load_table(path / _table_file(store, worker, manifest["world"]), store, transport)
+        # The last step is the last one that was trained on.
+        store.resume(updates=saved[store.table.name]["updates"], step=max(0, manifest["step"] - 1))
 
 
-def _table_file(store: MemoryStore, rank: int, world: int) -> str:
+def _table_file(store: TableStore, rank: int, world: int) -> str:
     return f"table-{quote(store.table.name, safe='')}.{rank}-of-{world}.safetensors"
 
 
-def _declared(store: MemoryStore) -> dict[str, Any]:
+def _declared(store: TableStore) -> dict[str, Any]:
     table = store.table
     return {
         "name": table.name,
@@ -157,31 +151,51 @@ def _declared(store: MemoryStore) -> dict[str, Any]:
     }
 
 
-def _save_table(path: Path, store: MemoryStore) -> None:
-    keys, positions = store.items()
-    shared, shared_positions = store.shared_items()
-    seen, sightings = store.sightings()
-    arrays = {
-        "keys": keys,
-        "records": store.records(positions),
-        "shared": shared,
-        "shared_records": store.records(shared_positions),
-        "seen": seen,
-        "sightings": sightings,
+def _save_table(path: Path, store: TableStore) -> None:
+    directory = store.directory
+    directory.sweep()  # what is past its ttl is not saved; the numbers below hold from here on
+    own, shared, seen = len(directory), len(directory.shared), len(directory.sightings)
+    layout = {
+        "keys": (np.int64, (own,)),
+        "records": (np.float32, (own, store.saved_words)),
+        "shared": (np.int64, (shared,)),
+        "shared_records": (np.float32, (shared, store.saved_words)),
+        "seen": (np.int64, (seen,)),
+        "sightings": (np.int64, (seen,)),
     }
-    save_arrays(arrays, path)
+    with TensorWriter(path, layout) as file:
+        for keys, records in store.blocks():
+            file.append("keys", keys)
+            file.append("records", records)
+        for ids, records in store.blocks(shared=True):
+            file.append("shared", ids)
+            file.append("shared_records", records)
+        for keys, counts in directory.sightings.blocks():
+            file.append("seen", keys)
+            file.append("sightings", counts)
 
 
-def _load_table(path: Path, transport: Transport) -> dict[str, np.ndarray]:
-    """The part of a file whose keys belong to this worker."""
-    with safe_open(path, "numpy") as file:
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-    kept = {}
-    for names, shard in ((("keys", "records"), shards(arrays["keys"])), (("shared", "shared_records"), arrays["shared"]),
-                         (("seen", "sightings"), shards(arrays["seen"]))):  # fmt: skip
-        mine = (shard * transport.world) // NUM_SHARDS == transport.rank
-        kept.update({name: np.ascontiguousarray(arrays[name][mine]) for name in names})
-    return kept
+def _load_table(path: Path, store: TableStore, transport: Transport) -> None:
+    """Puts the rows of a file whose keys belong to this worker into its store."""
+    file = TensorReader(path)
+
+    def own(keys: str, values: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        row_bytes = 8 + int(np.prod(file.shape(values)[1:])) * 4
+        size = max(1, BLOCK_BYTES // row_bytes)
+        for start in range(0, file.shape(keys)[0], size):
+            some = file.read(keys, start, start + size)
+            shard = some if keys == "shared" else shards(some)
+            mine = (shard * transport.world) // NUM_SHARDS == transport.rank
+            if mine.any():
+                yield some[mine], file.read(values, start, start + size)[mine]
+
+    with file:
+        for some, records in own("keys", "records"):
+            store.put(some, records)
+        for some, records in own("shared", "shared_records"):
+            store.put(some, records, shared=True)
+        for some, counts in own("seen", "sightings"):
+            store.put_sightings(some, counts)
 
 
 def _save_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:

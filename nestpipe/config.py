@@ -101,6 +101,7 @@ class TableSection:
     """[tables.NAME]; NAME may have wildcards ("C*"): then every feature of the data that fits gets a table of its own.
 
     features: names (all with `pooling`), or {name = "sequence" | "sum" | "mean"}; the table's own name if left out.
+    memory: budget of a table with tier = "disk", over all workers: "2GB", "512MiB" or a number of bytes.
     max_rows, evict, ttl: see Eviction. init: {normal = std} or {uniform = [low, high]}.
     Entries of the row optimizer (lr, weight_decay, clip, eps, ...) stand beside them.
     """
@@ -110,6 +111,7 @@ class TableSection:
     init: dict[str, Any] = dataclasses.field(default_factory=lambda: {"normal": 0.02})
     dtype: str = "float32"
     tier: str = "memory"
+    memory: int | str | None = None
     admit_after: int = 1
     max_rows: int | None = None
     evict: str = "lru"
@@ -363,6 +365,7 @@ def _table(name: str, section: TableSection, settings: dict[str, Any]) -> Table:
             init=Normal(**first) if "std" in first else Uniform(**first),
             dtype=DTYPES[section.dtype],
             tier=section.tier,
+            memory=section.memory,
             admit_after=section.admit_after,
             eviction=Eviction(max_rows=section.max_rows, policy=section.evict, ttl=section.ttl) if evicts else None,
             pooled_at=section.pooled_at,

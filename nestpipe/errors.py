@@ -14,7 +14,11 @@ class TrainingError(RuntimeError):
         self.is_ours = is_ours
 
 
+class StorageError(OSError):
+    """Rows on disk cannot be read or written: the message names the file, the table and what to do. Never a wrong row."""
+
+
 def describe(error: BaseException) -> str:
     """What it says; with the kind of error in front unless it was made for users to read."""
-    for_users = isinstance(error, (ValueError, TimeoutError, TrainingError)) and str(error)
+    for_users = isinstance(error, (ValueError, TimeoutError, TrainingError, StorageError)) and str(error)
     return str(error) if for_users else f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 
 import torch
@@ -63,6 +64,28 @@ class Eviction:
             raise ValueError("Eviction: give max_rows, ttl or both")
 
 
+TIERS = ("memory", "disk")
+DEFAULT_MEMORY = "1GB"
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def num_bytes(size: int | str) -> int:
+    """A number of bytes as it is, or from text such as "2GB" (10^9) or "1.5 GiB" (2^30)."""
+    problem = f"must be a number of bytes of at least 1, or text such as '2GB' or '512MiB', got {size!r}"
+    value: float
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        if match is None or match[2].upper() not in UNITS:
+            raise ValueError(problem)
+        value = round(float(match[1]) * UNITS[match[2].upper()])
+    else:
+        value = size
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != int(value) or value < 1:
+        raise ValueError(problem)
+    return int(value)
+
+
 POOLINGS = (None, "sum", "mean")
 POOLED_AT = ("auto", "source", "owner")
 
@@ -76,7 +99,9 @@ class Table:
     optimizer: a RowOptimizer; its state lies beside each row.
     init: distribution of first values. They depend only on (seed, table name, key).
     dtype: torch.float32 or torch.bfloat16 rows; state and arithmetic are float32 either way.
-    tier: where rows live: "memory".
+    tier: where rows live: "memory", or "disk": in a file, with those used last in memory.
+    memory: of a table on disk: bytes over all workers, as a number or as text ("2GB", "512MiB"), for everything of it that
+        is in memory; each worker takes an equal part. Key index first, rows used last in what is left. None: 1 GB.
     admit_after: a key gets a row of its own in the k-th step that uses it; before that it shares one of 65,536
         common rows (chosen by hash) with other rare keys.
     eviction: see Eviction; None keeps every row.
@@ -95,6 +120,7 @@ class Table:
     admit_after: int = 1
     eviction: Eviction | None = None
     pooled_at: str = "auto"
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> ValueError:
@@ -112,12 +138,26 @@ class Table:
             raise refuse(f"eviction must be an Eviction(...) or None, got {self.eviction!r}")
         if self.dtype not in (torch.float32, torch.bfloat16):
             raise refuse(f"dtype must be torch.float32 or torch.bfloat16, got {self.dtype}")
-        if self.tier != "memory":
-            raise refuse(f"tier must be 'memory', got {self.tier!r}")
+        if self.tier not in TIERS:
+            raise refuse(f"tier must be 'memory' or 'disk', got {self.tier!r}")
+        if self.memory is not None:
+            if self.tier != "disk":
+                raise refuse(
+                    f"memory={self.memory!r} is the budget of a table with tier='disk'; this one is all in memory"
+                )
+            try:
+                num_bytes(self.memory)
+            except ValueError as error:
+                raise refuse(f"memory {error}") from None
         if not isinstance(self.admit_after, int) or self.admit_after < 1:
             raise refuse(f"admit_after must be a whole number of at least 1, got {self.admit_after!r}")
         if self.pooled_at not in POOLED_AT:
             raise refuse(f"pooled_at must be one of {POOLED_AT}, got {self.pooled_at!r}")
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` as a number."""
+        return num_bytes(DEFAULT_MEMORY if self.memory is None else self.memory)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,21 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nestpipe import checkpoint, process
+from nestpipe import checkpoint, process, trace
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, NotFinite
 from nestpipe.engine.dense import Dense, checked_output
+from nestpipe.engine.describe import overlap
+from nestpipe.engine.engine import Engine
 from nestpipe.engine.loader import Loader, checked
-from nestpipe.engine.step import Context, StepOperations, StepResult, micro_batch_bounds, serial_step
+from nestpipe.engine.step import Context, StepOperations, StepResult, Store
+from nestpipe.engine.versions import Versions
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
 from nestpipe.metrics import NDCG, HitRate, rank_all
+from nestpipe.schedule import SCHEDULES
+from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore, StoreStats
 from nestpipe.tables import Feature, Table, did_you_mean
 
 log = logging.getLogger("nestpipe")
-
-SCHEDULES = ("serial",)
 
 
 @dataclasses.dataclass
@@ -59,8 +63,13 @@ class Trainer:
         rows for a sequence feature, a tensor [B, dim] for a pooled one.
     tables, features: what it reads.
     dense_optimizer: makes a torch optimizer from the model's parameters.
-    schedule: "serial".
+    schedule: "serial", "dbp" (lookups of the next batches hidden behind the compute of this one; the same result to the
+        bit), or "stale" (for comparison: rows one update behind).
     micro_batches: cuts each batch into this many parts, run one after the other, with one update for all.
+    look_ahead: how many batches may be on their way behind the one that computes; None is what the schedule's stages need.
+    storage: folder for tables of tier "disk": working files, one per table and worker, gone when the trainer is closed.
+    record: keeps every operation's start and end, for `save_trace`.
+    check_freshness: debug mode: carries a version with every row and raises if a batch reads one that is not fresh. Slow.
     seed: of the first values of rows.
     on_nonfinite: "raise", or "skip": a batch with NaN or infinity in an input (on that worker) or a loss (on all) is left
         out and counted. No row is updated then; rows of keys that were new have been born. Gradients are not looked at.
@@ -76,108 +85,177 @@ class Trainer:
         dense_optimizer: Callable[[Any], torch.optim.Optimizer],
         schedule: str = "serial",
         micro_batches: int = 1,
+        look_ahead: int | None = None,
         seed: int = 0,
         on_nonfinite: str = "raise",
         data_timeout: float = 300.0,
+        storage: str | Path = "nestpipe-storage",
+        record: bool = False,
+        check_freshness: bool = False,
     ) -> None:
         if schedule not in SCHEDULES:
-            raise ValueError(f"schedule {schedule!r}, {did_you_mean(schedule, SCHEDULES)}")
+            raise ValueError(f"schedule {schedule!r}, {did_you_mean(schedule, list(SCHEDULES))}")
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}")
+        chosen = SCHEDULES[schedule](micro_batches=micro_batches, look_ahead=look_ahead)
         plan = ExchangePlan(tables, features)
         process.join_group(data_timeout)
         self.group = dist.group.WORLD if dist.is_initialized() else None
-        # Rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
-        own = dist.new_group(backend="gloo", timeout=process.patience(data_timeout)) if self.group is not None else None
-        self._transport = Transport(own)
-        self.rank, self.world = self._transport.rank, self._transport.world
+        # Keys, rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
+        self._keys, self._rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
+        self.rank, self.world = self._rows.rank, self._rows.world
         self.model = model
         self.micro_batches = micro_batches
         self.steps = 0  # batches so far
         self._lr_factor = 1.0
         self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
-        self._seed = seed
         self._skip = on_nonfinite == "skip"
         self._data_timeout = data_timeout
         self._names = [feature.name for feature in features]
         if self.world > 1 or micro_batches > 1:
             _refuse_batch_norm(model)
         self._dense = Dense(model, dense_optimizer, self.group)
-        stores = [MemoryStore(table, seed=seed, world=self.world) for table in tables]
-        self._ops = StepOperations(plan, stores, self._transport, self._dense, skip_nonfinite=self._skip)
+        stores: list[Store] = []
+        self._rows.together(
+            lambda: stores.extend(self._open_store(table, seed, Path(storage)) for table in tables), what="tables"
+        )
+        self._ops = StepOperations(
+            plan,
+            stores,
+            self._keys,
+            self._rows,
+            self._dense,
+            skip_nonfinite=self._skip,
+            versions=Versions(stores) if check_freshness else None,
+        )
+        self._engine = Engine(chosen, self._ops, trace=record)
         self._arena = Arena()
         self._told = False  # what travels how: said once, after the first batch has decided it
+        self._torn = False  # whether a failure has left tables in between two steps
+
+    def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
+        return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
+
+    def _open_store(self, table: Table, seed: int, storage: Path) -> Store:
+        if table.tier == "memory":
+            return MemoryStore(table, seed=seed, world=self.world)
+        return DiskStore(table, seed=seed, world=self.world, rank=self.rank, folder=storage)
+
+    def close(self) -> None:
+        """Deletes the working files of tables on disk; the trainer cannot be used after that."""
+        for store in self._ops.stores:
+            if isinstance(store, DiskStore):
+                store.close()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def fit(
-        self, batches: Iterable[Batch], *, steps: int | None = None, on_step: Callable[[StepResult], None] | None = None
+        self,
+        batches: Iterable[Batch],
+        *,
+        steps: int | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+        pause_every: int | None = None,
     ) -> FitResult:
         """Trains until `steps` are done or no worker has batches left. Workers may have different numbers of batches:
         those that run out early go on serving rows, and all return together. Batches are read ahead: a source must not
-        write into tensors that it has given away."""
+        write into tensors that it has given away.
+
+        on_step: called after every step, on every worker.
+        pause_every: every so many steps (counted from the trainer's first) the pipeline runs empty before on_step is
+            called, so that it may evaluate or save; with a schedule that looks ahead it may not do so at other steps.
+        """
+        if pause_every is not None and pause_every < 1:
+            raise ValueError(f"pause_every must be at least 1, got {pause_every}")
         loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
-        started, done, samples, skipped = time.perf_counter(), 0, 0, 0
+        started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
+
+        def count(result: StepResult) -> None:
+            nonlocal samples, skipped, first, last
+            samples += result.samples
+            skipped += result.skipped
+            if result.weight and not result.skipped:
+                first, last = (result.loss if np.isnan(first) else first), result.loss
+            if on_step is not None:
+                on_step(result)
+
         try:
-            while steps is None or done < steps:
-                batch, error = None, None
-                try:
-                    batch = loader.next()
-                except Exception as problem:
-                    error = problem
-                result = self._step(batch, error)
-                if result is None:
-                    break
-                done += 1
-                samples += result.samples
-                skipped += result.skipped
-                if result.weight and not result.skipped:
-                    first, last = (result.loss if np.isnan(first) else first), result.loss
-                if on_step is not None:
-                    on_step(result)
+            while steps is None or self.steps < begin + steps:
+                stop = sys.maxsize if steps is None else begin + steps
+                if pause_every is not None:
+                    stop = min(stop, self.steps - self.steps % pause_every + pause_every)
+                self._run(loader.next, stop, count)
+                if self.steps < stop:
+                    break  # out of data
         finally:
             loader.close()
         seconds = time.perf_counter() - started
         self.skipped += loader.skipped
-        skipped += int(self._transport.sum(np.array([loader.skipped]))[0])
-        return FitResult(done, samples, seconds, first, last, skipped)
+        skipped += int(self._rows.sum(np.array([loader.skipped]))[0])
+        return FitResult(self.steps - begin, samples, seconds, first, last, skipped)
 
     def step(self, batch: Batch | None) -> StepResult | None:
-        """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did."""
-        error: Exception | None = None
-        if batch is not None:
-            try:
-                checked(batch, self._names)
-            except NotFinite as problem:
-                batch, error = Batch.empty(self._names), None if self._skip else problem
-                self.skipped += self._skip
-            except Exception as problem:
-                batch, error = None, problem
-        return self._step(batch, error)
+        """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did.
 
-    def _step(self, batch: Batch | None, error: BaseException | None) -> StepResult | None:
-        has_data = batch is not None
-        batch = Batch.empty(self._names) if batch is None else batch
-        bounds = micro_batch_bounds(batch.size, self.micro_batches)
-        ctx = Context(self.steps, batch, bounds, self._arena, error=error)
-        self.model.train()
-        result = serial_step(self._ops, ctx, has_data=has_data)
-        if result is not None:
+        Nothing can be looked up ahead here: `fit` is what hides data movement.
+        """
+        results: list[StepResult] = []
+
+        def read() -> Batch | None:
+            if batch is None:
+                return None
+            try:
+                return checked(batch, self._names)
+            except NotFinite:
+                if not self._skip:
+                    raise
+                self.skipped += 1
+                return Batch.empty(self._names)
+
+        self._run(read, self.steps + 1, results.append)
+        return results[0] if results else None
+
+    def _run(self, read: Callable[[], Batch | None], stop: int, on_step: Callable[[StepResult], None]) -> None:
+        """Trains up to step `stop` (exclusive), or until no worker has data."""
+        self._must_be_quiet("train")
+
+        def finished(result: StepResult) -> None:
             self.steps += 1
             self.skipped += result.skipped
-        if not self._told:
-            self._told = True
-            if self.rank == 0:
-                for line in self.describe():
-                    log.info(line)
-        return result
+            if not self._told:
+                self._told = True
+                if self.rank == 0:
+                    for line in self.describe():
+                        log.info(line)
+            on_step(result)
+
+        self.model.train()
+        try:
+            self._engine.run(read, first=self.steps, last=stop, on_step=finished)
+        except BaseException:
+            # Keys of batches that were not trained on have been counted and given rows, others' rows given up.
+            ahead = self._ops.retrieved - self.steps
+            self._torn = ahead > 0 or (ahead == 0 and any(self._ops.buffers))
+            raise
+
+    def _must_be_quiet(self, what: str) -> None:
+        if self._torn:
+            raise ValueError(
+                f"cannot {what}: training failed at step {self.steps} with later batches under way, so the tables are in "
+                f"between two steps; load a checkpoint into a new trainer"
+            )
+        if self._engine.in_flight:
+            raise ValueError(
+                f"cannot {what} while batches are in flight under schedule {self._engine.schedule.name!r}; do it between "
+                f"calls of fit, or in on_step at the steps of fit(pause_every=N)"
+            )
 
     def scale_lr(self, factor: float) -> None:
         """Sets all learning rates, of rows and of the dense optimizer, to `factor` times what was declared."""
-        for store in self._stores():
+        for store in self._ops.stores:
             store.lr = store.table.optimizer.lr * factor
         self._dense.scale_lr(factor)
         self._lr_factor = factor
@@ -189,6 +267,7 @@ class Trainer:
 
         No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC().
         """
+        self._must_be_quiet("evaluate")
         totals = np.zeros(2)
 
         def judge(batch: Batch, rows: dict[str, Any]) -> None:
@@ -201,7 +280,7 @@ class Trainer:
                 metric.update(output.predictions, batch.labels)
 
         self._judge(batches, judge)
-        loss, weight = self._transport.sum(totals).tolist()
+        loss, weight = self._rows.sum(totals).tolist()
         results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
         return {"loss": loss / weight if weight else float("nan"), **results}
 
@@ -222,6 +301,7 @@ class Trainer:
         """
         if exclude_seen and history not in self._names:
             raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
+        self._must_be_quiet("evaluate")
         metrics: dict[str, Any] = {}
         for k in ks:
             metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
@@ -265,7 +345,6 @@ class Trainer:
                             judge(*self._ops.inputs(ctx, 0, train=False))
                     except Exception as problem:
                         ctx.error = problem
-                    self._ops.announce(ctx)
                     self._ops.agree(ctx)
         finally:
             loader.close()
@@ -277,11 +356,12 @@ class Trainer:
         """The context of a batch whose rows have been read, or None if no worker has one."""
         has_data = batch is not None
         batch = Batch.empty([f.name for f in ops.plan.features]) if batch is None else batch
-        ctx = Context(number, batch, [0, batch.size], self._arena, error=error)
-        if not ops.route(ctx, has_data=has_data):
+        ctx = Context(number, batch, [0, batch.size], self._arena, error=error, has_data=has_data)
+        ops.h2d(ctx)
+        if not ops.route(ctx):
             return None
         ops.read(ctx)
-        ops.emb(ctx)
+        ops.emb(ctx, train=False)
         return ctx
 
     def rows(self, table: str, keys: Tensor) -> Tensor:
@@ -289,9 +369,10 @@ class Trainer:
 
         A key without a row gives the values it would be born with.
         """
+        self._must_be_quiet("read rows")
         (store,) = self._stores(table)
         plan = ExchangePlan([dataclasses.replace(store.table, pooled_at="source")], [Feature("keys", table)])
-        ops = StepOperations(plan, [store], self._transport, self._dense, skip_nonfinite=False)
+        ops = StepOperations(plan, [store], self._keys, self._rows, self._dense, skip_nonfinite=False)
         batch, error = None, None
         try:
             batch = checked(Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}), ["keys"])
@@ -303,7 +384,7 @@ class Trainer:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def _stores(self, table: str | None = None) -> list[MemoryStore]:
+    def _stores(self, table: str | None = None) -> list[Store]:
         stores = [store for store in self._ops.stores if table is None or store.table.name == table]
         if not stores:
             raise ValueError(f"table {table!r}, {did_you_mean(str(table), [s.table.name for s in self._ops.stores])}")
@@ -311,16 +392,17 @@ class Trainer:
 
     def save(self, path: str | Path) -> None:
         """Writes tables, model and optimizers to a new folder, which appears only when it is complete."""
+        self._must_be_quiet("save")
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         at_owner = {store.table.name: how for store, how in zip(self._stores(), self._ops.plan.at_owner, strict=True)}
         settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner}
-        checkpoint.save(Path(path), self._stores(), self._dense, self._transport, step=self.steps, settings=settings)
+        checkpoint.save(Path(path), self._stores(), self._dense, self._rows, step=self.steps, settings=settings)
 
     def load(self, path: str | Path) -> None:
         """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet."""
         if self.steps:
             raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
-        self.steps, settings = checkpoint.load(Path(path), self._stores(), self._dense, self._transport)
+        self.steps, settings = checkpoint.load(Path(path), self._stores(), self._dense, self._rows)
         self.scale_lr(settings["lr_factor"])
         for k in self._ops.plan.undecided:
             self._ops.plan.resume(k, settings["pooled_at_owner"][self._ops.plan.tables[k].name])
@@ -330,8 +412,9 @@ class Trainer:
 
         The same for any order of rows and any number of workers that hold the same bits.
         """
+        self._must_be_quiet("compute the digest")
         sums = np.array([store.digest() for store in self._stores()], np.uint64)
-        sums = self._transport.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
+        sums = self._rows.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
         total = hashlib.blake2b(digest_size=16)
         for store, (a, b) in sorted(zip(self._stores(), sums.tolist(), strict=True), key=lambda one: one[0].table.name):
             total.update(f"{store.table.name} {a:016x} {b:016x};".encode())
@@ -342,20 +425,20 @@ class Trainer:
 
     def table_stats(self) -> dict[str, StoreStats]:
         """Rows and bytes of every table, summed over workers."""
-        sums = self._transport.sum(np.array([store.stats() for store in self._stores()], np.int64))
+        sums = self._rows.sum(np.array([store.stats() for store in self._stores()], np.int64))
         return {store.table.name: StoreStats(*row) for store, row in zip(self._stores(), sums.tolist(), strict=True)}
 
     def bytes_sent(self) -> int:
         """Bytes of keys, rows and gradients that all workers together have sent to others so far."""
-        return int(self._transport.sum(np.array([self._transport.bytes_sent]))[0])
+        return int(self._rows.sum(np.array([self._keys.bytes_sent + self._rows.bytes_sent]))[0])
+
+    def save_trace(self, folder: str | Path) -> None:
+        """Writes this worker's recorded operations to the folder of a run, for `nestpipe trace`."""
+        trace.save(Path(folder), self._engine.recorded(rank=self.rank, world=self.world))
 
     def describe(self) -> list[str]:
-        """What travels how, and what is overlapped: one line each."""
-        return [
-            *self._ops.plan.describe(),
-            f"schedule serial, {self.micro_batches} micro-batch(es): nothing is overlapped but reading data (in a thread) "
-            f"and the sum of dense gradients (with the last backward)",
-        ]
+        """What travels how, and what is overlapped, per table and stage: one line each."""
+        return [*self._ops.plan.describe(), *overlap(self._engine.schedule, self._ops.stores, self._dense.device)]
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file as load_arrays
 from torch import Tensor, nn
 
-from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Table, Trainer
+from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Table, Trainer, checkpoint
+from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
 from tests.cluster import Cluster
+from tests.kernels.cases import one_each
 
 TABLES = [
     Table("plain", 4, optimizer=Adam(lr=0.01)),
@@ -60,14 +64,14 @@ def contents(trainer: Trainer) -> dict[str, Any]:
         }
         merged: dict[str, dict[int, Any]] = {}
         for name, part in parts.items():
-            gathered = trainer._transport.gather_objects(part)
+            gathered = trainer._rows.gather_objects(part)
             merged[name] = {key: value for one in gathered for key, value in one.items()}
             assert len(merged[name]) == sum(map(len, gathered)), "a key has two owners"
         every[store.table.name] = merged
     return {"tables": every, "updates": [store.updates for store in trainer._stores()], "step": trainer.steps}
 
 
-def _by_key(store: MemoryStore, keys: np.ndarray, positions: np.ndarray) -> dict[int, bytes]:
+def _by_key(store: MemoryStore | DiskStore, keys: np.ndarray, positions: np.ndarray) -> dict[int, bytes]:
     # Values, optimizer state and counters, as bits.
     return dict(zip(keys.tolist(), [record.tobytes() for record in store.records(positions)], strict=True))
 
@@ -215,10 +219,10 @@ def save_with_trouble(path: Path) -> None:
     train(trainer, 0, 2)
     if trainer.rank == 1:
 
-        def fail() -> None:
+        def fail(**_: Any) -> None:
             raise OSError("no space left")
 
-        trainer._stores()[0].items = fail  # type: ignore[assignment,method-assign,return-value]
+        trainer._stores()[0].blocks = fail  # type: ignore[assignment,method-assign,return-value]
     trainer.save(path)
 
 
@@ -265,3 +269,83 @@ def test_learning_rates_and_the_way_tables_travel_survive_and_another_seed_is_re
     (tmp_path / "saved" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="seed is"):
         make_trainer().load(tmp_path / "saved")
+
+
+# -- tables larger than memory ---------------------------------------------------------------------------------------
+
+
+class Alone(NamedTuple):
+    """As much of a Transport as a table needs to know which keys are its own."""
+
+    rank: int = 0
+    world: int = 1
+
+
+def trained_on_disk(folder: Path, **settings: Any) -> DiskStore:
+    table = Table(**{"name": "item", "dim": 4, "optimizer": Adagrad(lr=0.05), "tier": "disk"} | settings)
+    store = DiskStore(table, seed=3, folder=folder, hot_rows=20)
+    for step in range(6):
+        positions = np.unique(store.resolve(np.arange(step * 20, step * 20 + 100), step))
+        records = np.empty((len(positions), store.record_words), np.float32)
+        store.fill(positions, records, np.arange(len(positions)))
+        grads = one_each(np.full((len(positions), table.dim), step + 1, np.float32))
+        store.update(np.arange(len(positions)), grads, 1.0, store.rows_in(records))
+        store.write_back(positions, records)
+    return store
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 8 << 20])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": torch.bfloat16, "dim": 5}, {"admit_after": 3, "eviction": Eviction(max_rows=150)}],
+    ids=["plain", "half", "rare and evicting"],
+)
+def test_a_table_on_disk_is_saved_and_loaded_in_blocks_into_either_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], block_bytes: int
+) -> None:
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+    store = trained_on_disk(tmp_path / "one", **settings)
+    checkpoint._save_table(tmp_path / "saved", store)
+    arrays = load_arrays(tmp_path / "saved")  # the library reads it
+    assert sorted(arrays["keys"].tolist()) == sorted(store.items()[0].tolist())
+    assert bool(len(arrays["shared"])) == bool(len(arrays["seen"])) == store.shares_rows
+    in_memory = dataclasses.replace(store.table, tier="memory")
+    others: list[DiskStore | MemoryStore] = [
+        DiskStore(store.table, seed=3, folder=tmp_path / "two", hot_rows=20),
+        MemoryStore(in_memory, seed=3),
+    ]
+    for other in others:
+        checkpoint._load_table(tmp_path / "saved", other, Alone())  # type: ignore[arg-type]
+        other.resume(updates=store.updates, step=5)
+        assert other.digest() == store.digest()
+        assert _by_key(other, *other.items()) == _by_key(store, *store.items())
+        assert _by_key(other, *other.shared_items()) == _by_key(store, *store.shared_items())
+        assert [a.tolist() for a in other.sightings()] == [a.tolist() for a in store.sightings()]
+    parts = [MemoryStore(in_memory, seed=3, world=3) for _ in range(3)]
+    for rank, part in enumerate(parts):
+        checkpoint._load_table(tmp_path / "saved", part, Alone(rank, 3))  # type: ignore[arg-type]
+    sums = [sum(halves) % 2**64 for halves in zip(*(part.digest() for part in parts), strict=True)]
+    assert tuple(sums) == store.digest()
+    for one in (store, others[0]):
+        assert isinstance(one, DiskStore)
+        one.close()
+
+
+def test_saving_loading_and_digest_take_the_memory_of_a_few_blocks(tmp_path: Path) -> None:
+    table = Table("item", 256, optimizer=SGD(), tier="disk")
+    store = DiskStore(table, seed=3, folder=tmp_path / "one", hot_rows=2000)
+    for start in range(0, 80_000, 2000):
+        positions = store.resolve(np.arange(start, start + 2000), 0)
+        store.write_back(positions, np.full((2000, 256), start, np.float32))
+    other = DiskStore(table, seed=3, folder=tmp_path / "two", hot_rows=2000)
+    tracemalloc.start()
+    try:
+        digest = store.digest()
+        checkpoint._save_table(tmp_path / "saved", store)
+        checkpoint._load_table(tmp_path / "saved", other, Alone())  # type: ignore[arg-type]
+        assert other.digest() == digest
+        assert tracemalloc.get_traced_memory()[1] < 42_000_000 < (tmp_path / "saved").stat().st_size / 1.9
+    finally:
+        tracemalloc.stop()
+        store.close()
+        other.close()

@@ -123,3 +123,25 @@ def test_first_values_and_eviction_of_a_wrong_kind_are_refused() -> None:
         Table("t", 4, eviction=100)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="table 't': dim"):
         Table("t", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(5_000_000, 5_000_000), ("2GB", 2 * 10**9), ("512MB", 512 * 10**6), ("1GiB", 2**30), ("1.5 gib", 3 * 2**29), ("77", 77),
+     (None, 10**9)],
+)  # fmt: skip
+def test_the_memory_of_a_table_on_disk_is_a_number_or_text(text: int | str | None, expected: int) -> None:
+    assert Table("item", 4, tier="disk", memory=text).memory_bytes == expected
+
+
+@pytest.mark.parametrize("memory", ["2 G B", "GB", "-1GB", "1GX", 0, -5, True, 1.5, "0MB"])
+def test_other_amounts_of_memory_are_refused(memory) -> None:
+    with pytest.raises(ValueError, match=r"table 'item': memory must be a number of bytes .* such as '2GB'"):
+        Table("item", 4, tier="disk", memory=memory)
+
+
+def test_a_table_in_memory_has_no_budget_and_an_unknown_tier_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory='2GB' is the budget of a table with tier='disk'"):
+        Table("item", 4, memory="2GB")
+    with pytest.raises(ValueError, match="table 'item': tier must be 'memory' or 'disk', got 'tape'"):
+        Table("item", 4, tier="tape")

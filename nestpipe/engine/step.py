@@ -1,13 +1,15 @@
 """The operations of a training step, one method each, on the context of one batch.
 
-The serial schedule runs them in the order they stand here. Only `route` and `agree` decide anything together with the
-other workers; a worker whose batch is bad says so there, so that all leave at once instead of waiting for it.
+The serial schedule runs them in the order they stand here; others run them in several threads, on several batches at once,
+and what each touches is written down in schedule/check.py. Only `route` and `agree` decide anything together with the
+other workers: a worker in trouble says so there, so that all leave at once instead of waiting for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ import torch
 
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.dense import Dense
+from nestpipe.engine.versions import Versions
 from nestpipe.errors import TrainingError, describe
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
@@ -23,7 +27,10 @@ from nestpipe.exchange.source import SourceRoute, payload_layout
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, rows_of, scatter_add
+from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
+
+Store = MemoryStore | DiskStore
 
 OUT_OF_DATA, HAS_DATA, FAILED = 0, 1, 2
 
@@ -48,80 +55,133 @@ class Context:
     bounds: list[int]  # micro-batch m is samples bounds[m] to bounds[m + 1]
     arena: Arena
     error: BaseException | None = None
+    has_data: bool = True  # False: this worker takes part with nothing
+    inputs: list[Batch] = dataclasses.field(default_factory=list)  # micro-batches, on the device
     source: SourceRoute = None  # type: ignore[assignment]
     owner: OwnerRoute = None  # type: ignore[assignment]
     rows: list[Rows] = dataclasses.field(default_factory=list)  # per table: where this owner's rows of the batch lie
-    positions: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: the record of each distinct key
+    positions: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: which of these each key has
+    in_tier: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: their positions in its store
     received: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors from the owners
     grads: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their gradients, same layout
     returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
-    leaves: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # what the model reads now
-    output: Output | None = None
-    summed: Callable[[], object] = lambda: None  # waits for the sum of totals over workers
+    leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
+    outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
     totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(5))  # loss, weight, samples, bad, failed
+    result: StepResult | None = None
+    trains: bool = False  # agreed: there is something to learn, and nothing wrong with it
 
 
 class StepOperations:
-    """Everything a step works on: stores, exchange and dense part of one worker."""
+    """Everything a step works on: stores, exchange and dense part of one worker.
+
+    keys, rows: two transports, because routing may run beside the exchange of another batch's rows.
+    versions: checks that every row is read as the update before left it; None: not checked.
+    """
 
     def __init__(
         self,
         plan: ExchangePlan,
-        stores: Sequence[MemoryStore],
-        transport: Transport,
+        stores: Sequence[Store],
+        keys: Transport,
+        rows: Transport,
         dense: Dense,
         *,
         skip_nonfinite: bool,
+        versions: Versions | None = None,
     ) -> None:
-        self.plan, self.stores, self.transport, self.dense = plan, list(stores), transport, dense
-        self._skip_nonfinite = skip_nonfinite
-        self._source_dedup, self._owner_dedup = Deduplicator(), Deduplicator()
+        self.plan, self.stores, self.keys, self.rows, self.dense = plan, list(stores), keys, rows, dense
+        self.buffers = [DualBuffer(store) if isinstance(store, DiskStore) else None for store in stores]
+        self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
+        self.retrieved = -1  # the last batch whose keys have been resolved
+        self._skip_nonfinite, self._versions = skip_nonfinite, versions
+        # Each lane has its own: they hold scratch memory.
+        self._source_dedup, self._owner_dedup, self._store_dedup = Deduplicator(), Deduplicator(), Deduplicator()
+
+    def begin(self) -> None:
+        """A run of batches starts: what is left in buffers belongs to no neighbour."""
+        for buffer in self.buffers:
+            if buffer is not None:
+                buffer.forget()
 
     # -- rows to the model -------------------------------------------------------------------------------------------
 
-    def route(self, ctx: Context, *, has_data: bool) -> bool:
+    def h2d(self, ctx: Context) -> None:
+        """Micro-batches on the device. They live as long as the batch, and BWD waits for the device, so that no copy is
+        given up while a kernel still reads it."""
+        pairs = itertools.pairwise(ctx.bounds)
+        ctx.inputs = [ctx.batch.slice(first, last).to(self.dense.device) for first, last in pairs]
+
+    def route(self, ctx: Context) -> bool:
         """Deduplicates keys, buckets them by owner, exchanges them. False if no worker has data any more."""
-        transport = self.transport
         if ctx.error is not None:
-            ctx.batch, ctx.bounds = Batch.empty([f.name for f in self.plan.features]), [0, 0]
+            self._give_up(ctx)
         try:
-            ctx.source = SourceRoute(ctx.batch, self.plan, transport, self._source_dedup, ctx.arena)
+            ctx.source = SourceRoute(ctx.batch, self.plan, self.keys, self._source_dedup, ctx.arena)
         except Exception as error:  # what the checks of a batch did not foresee
-            ctx.error, ctx.batch, ctx.bounds = error, Batch.empty([f.name for f in self.plan.features]), [0, 0]
-            ctx.source = SourceRoute(ctx.batch, self.plan, transport, self._source_dedup, ctx.arena)
-        ctx.source.sizes[:, 0] = FAILED if ctx.error is not None else HAS_DATA if has_data else OUT_OF_DATA
-        sizes = transport.exchange_rows(ctx.source.sizes)
+            ctx.error = error
+            self._give_up(ctx)
+            ctx.source = SourceRoute(ctx.batch, self.plan, self.keys, self._source_dedup, ctx.arena)
+        ctx.source.sizes[:, 0] = FAILED if ctx.error is not None else HAS_DATA if ctx.has_data else OUT_OF_DATA
+        sizes = self.keys.exchange_rows(ctx.source.sizes)
         if (sizes[:, 0] == FAILED).any():
-            self._leave_together(ctx)
+            leave_together(self.keys, ctx)
         if not (sizes[:, 0] == HAS_DATA).any():
             return False
         _, counts = payload_layout(sizes, self.plan)
         received = ctx.arena.take("payload in", int(counts.sum()), np.int32)
-        payload = transport.all_to_all(ctx.source.payload, ctx.source.payload_counts, received, counts)
+        payload = self.keys.all_to_all(ctx.source.payload, ctx.source.payload_counts, received, counts)
         ctx.owner = OwnerRoute(sizes, payload, self.plan, self._owner_dedup, ctx.arena)
         return True
 
+    def _give_up(self, ctx: Context) -> None:
+        """From here on the worker takes part with an empty batch."""
+        ctx.batch = Batch.empty([f.name for f in self.plan.features])
+        ctx.bounds = [0] * len(ctx.bounds)
+        self.h2d(ctx)
+
     def retrieve(self, ctx: Context) -> None:
-        """Finds the rows asked of this owner; those of new keys are born."""
-        ctx.rows, ctx.positions = [], []
-        for k, (store, owned) in enumerate(zip(self.stores, ctx.owner.tables, strict=True)):
+        """Finds the rows asked of this owner; those of new keys are born. Rows of a lower tier go into a buffer."""
+        ctx.rows, ctx.positions, ctx.in_tier = [], [], []
+        for k in range(len(self.stores)):
             try:
-                positions = store.resolve(owned.keys_V, ctx.step)
-            except ValueError as error:
-                # Over the row budget: all leave at the next agreement; until then a row of zeros will do.
+                self._retrieve(ctx, k)
+            except Exception as error:
+                # Over the row budget, or the disk: all leave at the next agreement; until then a row of zeros will do.
                 ctx.error = ctx.error or error
-                zeros = ctx.arena.take(f"read {k}", (1, store.table.dim), np.float32)
+                zeros = ctx.arena.take(f"read {k}", (1, self.stores[k].table.dim), np.float32)
                 zeros[:] = 0
                 ctx.rows.append(rows_of(zeros))
-                ctx.positions.append(np.zeros(len(owned.keys_V), np.int64))
-                continue
-            if store.shares_rows:
-                distinct, places = np.empty_like(positions), np.empty(len(positions), np.int32)
-                distinct = distinct[: self._owner_dedup(positions, distinct, places)]
-                owned.merge(places)
-                positions = distinct
-            ctx.rows.append(store.rows)
-            ctx.positions.append(positions)
+                ctx.positions.append(np.zeros(len(ctx.owner.tables[k].keys_V), np.int64))
+                ctx.in_tier.append(NONE)
+        self.retrieved = ctx.step
+
+    def _retrieve(self, ctx: Context, k: int) -> None:
+        store, owned, buffer = self.stores[k], ctx.owner.tables[k], self.buffers[k]
+        positions = store.resolve(owned.keys_V, ctx.step)
+        if store.shares_rows:
+            distinct, places = np.empty_like(positions), np.empty(len(positions), np.int32)
+            distinct = distinct[: self._store_dedup(positions, distinct, places)]
+            owned.merge(places)
+            positions = distinct
+        if buffer is None:
+            assert isinstance(store, MemoryStore)
+            rows, used = store.rows, positions
+        else:
+            rows, used = buffer.fill(ctx.step, positions)
+        if self._versions is not None:
+            self._versions.retrieve(k, ctx.step, positions, buffer)
+        ctx.rows.append(rows)
+        ctx.positions.append(used)
+        ctx.in_tier.append(positions)
+
+    def sync(self, ctx: Context) -> None:
+        """Rows that the batch before used too: from its buffer into this one's. (Rows used in place need none.)"""
+        for k, buffer in enumerate(self.buffers):
+            if buffer is not None and ctx.error is None:
+                buffer.sync(ctx.step)
+                if self._versions is not None:
+                    self._versions.sync(k, ctx.step, buffer)
 
     def read(self, ctx: Context) -> None:
         """Like retrieve, for evaluation: nothing is born or counted; keys without a row get their first values."""
@@ -132,15 +192,21 @@ class StepOperations:
             ctx.rows.append(rows_of(values))
             ctx.positions.append(np.arange(len(values)))
 
-    def emb(self, ctx: Context) -> None:
+    def emb(self, ctx: Context, *, train: bool = True) -> None:
         """Sends rows (or bags pooled here) to the workers that asked for them."""
+        if train and self._versions is not None and ctx.error is None:
+            try:
+                for k, store in enumerate(self.stores):
+                    self._versions.read(k, store.table.name, ctx.step)
+            except AssertionError as error:
+                ctx.error = error
         for dim, members in self.plan.groups.items():
             to_send, to_come = ctx.owner.vectors[dim], ctx.source.vectors[dim]
             sent = ctx.arena.take(f"vectors out {dim}", (int(to_send.sum()), dim), np.float32)
             for k in members:
                 ctx.owner.answer(k, ctx.rows[k], ctx.positions[k], sent)
             received = ctx.arena.take(f"vectors in {dim}", (int(to_come.sum()), dim), np.float32)
-            ctx.received[dim] = self.transport.all_to_all(sent, to_send, received, to_come)
+            ctx.received[dim] = self.rows.all_to_all(sent, to_send, received, to_come)
             grads = ctx.arena.take(f"grads out {dim}", (int(to_come.sum()), dim), np.float32)
             if not all(self.plan.at_owner[k] for k in members):  # gradients of rows are added up, those of bags put
                 grads[:] = 0
@@ -151,8 +217,9 @@ class StepOperations:
     def inputs(self, ctx: Context, m: int, *, train: bool) -> tuple[Batch, dict[str, Any]]:
         """Micro-batch m and its rows, as the model gets them."""
         first, last = ctx.bounds[m], ctx.bounds[m + 1]
-        batch = ctx.batch.slice(first, last).to(self.dense.device)
+        batch = ctx.inputs[m]
         rows: dict[str, Any] = {}
+        leaves = ctx.leaves[m] = {}
         for feature in self.plan.features:
             entries = ctx.source.entries[feature.name]
             source, offsets = rows_of(ctx.received[entries.dim]), entries.offsets[first : last + 1]
@@ -164,29 +231,27 @@ class StepOperations:
                 pool(source, entries.positions, offsets, entries.weights, NONE, leaf.numpy())
             leaf = leaf.to(self.dense.device).requires_grad_(train)
             rows[feature.name] = leaf if feature.pooling else Jagged(leaf, batch.keys[feature.name].offsets)
-            ctx.leaves[feature.name] = leaf
+            leaves[feature.name] = leaf
         return batch, rows
 
     def forward(self, ctx: Context, m: int) -> None:
         """Runs the model on micro-batch m; adds its losses to the batch's totals."""
         reduce = m == len(ctx.bounds) - 2
-        ctx.output = None
         if ctx.error is None:
             try:
                 self._forward(ctx, m, reduce=reduce)
             except Exception as error:
                 ctx.error = error
-        if reduce:
-            if ctx.error is not None:  # the others are in the sum of dense gradients soon: take part, with nothing
-                ctx.output = self.dense.forward(Batch({}), {}, reduce=True)
-            self.announce(ctx)
+        if reduce and ctx.error is not None:
+            # The others are in the sum of dense gradients soon: take part, with nothing.
+            ctx.outputs[m] = self.dense.forward(Batch({}), {}, reduce=True)
 
     def _forward(self, ctx: Context, m: int, *, reduce: bool) -> None:
         batch, rows = self.inputs(ctx, m, train=True)
         if not batch.size and not reduce:
             return
         output = self.dense.forward(batch, rows, reduce=reduce)
-        ctx.output = output
+        ctx.outputs[m] = output
         if not batch.size:
             return
         losses = output.losses.detach()
@@ -205,20 +270,16 @@ class StepOperations:
                     f"the learning rates, or set on_nonfinite='skip' to leave such batches out and count them"
                 )
 
-    def announce(self, ctx: Context) -> None:
-        """Starts the sum of losses, weights and troubles over workers; it runs beside the last backward."""
-        ctx.totals[4] = ctx.error is not None
-        ctx.summed = self.transport.start_sum(ctx.totals)
-
     def backward(self, ctx: Context, m: int) -> None:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
-        if ctx.output is None:
+        output = ctx.outputs.pop(m, None)
+        leaves = ctx.leaves.pop(m, {})
+        if output is None:
             return
-        self.dense.backward(ctx.output.losses.sum(), reduce=m == len(ctx.bounds) - 2)
-        ctx.output = None
+        self.dense.backward(output.losses.sum(), reduce=m == len(ctx.bounds) - 2)
         first, last = ctx.bounds[m], ctx.bounds[m + 1]
         for feature in self.plan.features if ctx.error is None else ():
-            leaf = ctx.leaves.pop(feature.name)
+            leaf = leaves[feature.name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             entries = ctx.source.entries[feature.name]
             offsets = entries.offsets[first : last + 1]
@@ -230,58 +291,68 @@ class StepOperations:
             else:
                 pool_add(values, NONE, entries.positions, offsets, entries.weights, ctx.grads[entries.dim])
 
-    def agree(self, ctx: Context) -> bool:
-        """What `announce` started: raises on every worker if one has trouble. False: do not train on this batch."""
-        ctx.summed()
+    def agree(self, ctx: Context) -> None:
+        """Sums losses, weights and troubles over workers; raises on every worker if one has trouble."""
+        ctx.error = ctx.error or self.trouble
+        ctx.totals[4] = ctx.error is not None
+        self.rows.sum(ctx.totals)
         if ctx.totals[4]:
-            self._leave_together(ctx)
-        return bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
+            self.dense.forget()
+            leave_together(self.rows, ctx)
+        ctx.trains = bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
 
     def grad(self, ctx: Context) -> None:
         """Sends gradients back to the owners of the rows."""
-        for dim in self.plan.groups:
+        for dim in self.plan.groups if ctx.trains else ():
             to_send, to_come = ctx.source.vectors[dim], ctx.owner.vectors[dim]
             received = ctx.arena.take(f"grads in {dim}", (int(to_come.sum()), dim), np.float32)
-            ctx.returned[dim] = self.transport.all_to_all(ctx.grads[dim], to_send, received, to_come)
+            ctx.returned[dim] = self.rows.all_to_all(ctx.grads[dim], to_send, received, to_come)
 
-    def update(self, ctx: Context) -> None:
+    def update(self, ctx: Context) -> StepResult:
         """Applies every optimizer once, to the sum over all workers divided by the global weight."""
-        scale = 1.0 / float(ctx.totals[1])
-        for k, store in enumerate(self.stores):
-            positions = ctx.positions[k]
-            grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
-            store.update(positions, grads, scale)
-        self.dense.update(scale)
+        loss, weight, samples = ctx.totals[:3].tolist()
+        if ctx.trains:
+            for k, store in enumerate(self.stores):
+                positions = ctx.positions[k]
+                grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
+                store.update(positions, grads, 1.0 / weight, rows=ctx.rows[k])
+            self.dense.update(1.0 / weight)
+        else:
+            self.dense.forget()
+        if self._versions is not None:
+            for k, buffer in enumerate(self.buffers):
+                self._versions.update(k, ctx.step, buffer)
+        loss = loss / weight if weight else float("nan")
+        return StepResult(ctx.step, loss, int(samples), weight, skipped=bool(ctx.totals[3]))
+
+    def writeback(self, ctx: Context) -> None:
+        """Rows of the buffer to their tier, also those of a batch that was left out: new ones are nowhere else."""
+        for k, buffer in enumerate(self.buffers):
+            if buffer is None or self.trouble is not None:
+                continue
+            try:
+                buffer.write_back(ctx.step, ctx.in_tier[k])
+            except Exception as error:
+                self.trouble = error
+            if self._versions is not None:
+                self._versions.writeback(k, ctx.step, ctx.in_tier[k], buffer)
 
     # -- trouble -----------------------------------------------------------------------------------------------------
 
-    def _leave_together(self, ctx: Context) -> None:
-        self.dense.forget()
-        messages = self.transport.gather_objects(None if ctx.error is None else describe(ctx.error))
-        causes = [f"rank {rank}, batch {ctx.step}: {text}" for rank, text in enumerate(messages) if text is not None]
-        raise TrainingError("\n".join(causes), is_ours=ctx.error is not None) from ctx.error
+    def settle(self, step: int) -> None:
+        """After a run: raises on every worker if one has had trouble since its last batch agreed."""
+        troubles = np.array([self.trouble is not None], np.int64)
+        if self.rows.sum(troubles)[0]:
+            leave_together(self.rows, Context(step, Batch({}), [0, 0], Arena(), error=self.trouble))
 
 
-def serial_step(ops: StepOperations, ctx: Context, *, has_data: bool) -> StepResult | None:
-    """One step with nothing overlapped: what every other schedule must equal. None once no worker has data."""
-    if not ops.route(ctx, has_data=has_data):
-        return None
-    ops.retrieve(ctx)
-    ops.emb(ctx)
-    for m in range(len(ctx.bounds) - 1):
-        ops.forward(ctx, m)
-        ops.backward(ctx, m)
-    if ops.agree(ctx):
-        ops.grad(ctx)
-        ops.update(ctx)
-    else:
-        ops.dense.forget()
-    loss, weight, samples = ctx.totals[:3].tolist()
-    return StepResult(
-        ctx.step, loss / weight if weight else float("nan"), int(samples), weight, skipped=bool(ctx.totals[3])
-    )
+def leave_together(transport: Transport, ctx: Context) -> None:
+    """Raises the same error on every worker: all causes, by rank."""
+    messages = transport.gather_objects(None if ctx.error is None else describe(ctx.error))
+    causes = [f"rank {rank}, batch {ctx.step}: {text}" for rank, text in enumerate(messages) if text is not None]
+    raise TrainingError("\n".join(causes), is_ours=ctx.error is not None) from ctx.error
 
 
 def micro_batch_bounds(size: int, count: int) -> list[int]:

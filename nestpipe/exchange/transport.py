@@ -9,6 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from nestpipe.arena import as_tensor
+from nestpipe.errors import TrainingError, describe
 
 
 class Transport:
@@ -46,14 +47,6 @@ class Transport:
             dist.all_reduce(as_tensor(values), group=self._group)
         return values
 
-    def start_sum(self, values: np.ndarray) -> Callable[[], object]:
-        """Starts a sum over all workers, in place; `values` holds it after the returned function was called."""
-        if self.world == 1:
-            return lambda: None
-        work = dist.all_reduce(as_tensor(values), group=self._group, async_op=True)
-        assert work is not None
-        return work.wait
-
     def gather_objects(self, value: Any) -> list[Any]:
         """Everybody's value, by rank: for reports and errors, not for the hot path."""
         if self.world == 1:
@@ -61,3 +54,16 @@ class Transport:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def together(self, work: Callable[[], object] | None, *, what: str) -> None:
+        """Does this worker's part and waits for the others'; what goes wrong on one is raised on all, after `what`."""
+        problem: Exception | None = None
+        try:
+            if work is not None:
+                work()
+        except Exception as error:
+            problem = error
+        told = self.gather_objects(None if problem is None else describe(problem))
+        causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        if causes:
+            raise TrainingError(f"{what}: " + "\n".join(causes), is_ours=problem is not None) from problem

@@ -6,10 +6,13 @@ shifts the rest of the run back instead of leaving a tombstone: lookups never sl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from nestpipe.kernels.jit import kernel, prefetch
 from nestpipe.kernels.keys import AHEAD, mix
+from nestpipe.kernels.pages import zeros
 
 EMPTY = -1
 
@@ -108,6 +111,11 @@ def _items(slots, keys, positions):
     return n
 
 
+def slots_for(needed: int, num_slots: int) -> int:
+    """How many slots a table of `num_slots` needs to hold so many keys, or 0 if it can stay as it is."""
+    return 1 << (needed * 2 - 1).bit_length() if needed * 3 > num_slots * 2 else 0
+
+
 class HashIndex:
     """Distinct keys and their positions (>= 0)."""
 
@@ -117,7 +125,7 @@ class HashIndex:
 
     @staticmethod
     def _empty(num_slots: int) -> np.ndarray:
-        slots = np.empty((num_slots, 2), np.int64)
+        slots = zeros((num_slots, 2), np.int64)
         slots[:, 1] = EMPTY
         return slots
 
@@ -128,6 +136,11 @@ class HashIndex:
     def nbytes(self) -> int:
         return self._slots.nbytes
 
+    def nbytes_with(self, more: int) -> int:
+        """The most that inserting `more` keys can take: while they move, the old slots and the new ones."""
+        grown = slots_for(self._size + more, len(self._slots))
+        return self.nbytes + grown * 16
+
     def find(self, keys: np.ndarray, out: np.ndarray) -> None:
         """out[i] = position of keys[i], or -1."""
         _find(self._slots, keys, out)
@@ -135,8 +148,9 @@ class HashIndex:
     def insert(self, keys: np.ndarray, positions: np.ndarray, missing: np.ndarray) -> None:
         """Adds keys[i] -> positions[i] for every i in `missing`; those keys must be distinct and absent."""
         needed = self._size + len(missing)
-        if needed * 3 > len(self._slots) * 2:
-            new = self._empty(1 << (needed * 2 - 1).bit_length())
+        grown = slots_for(needed, len(self._slots))
+        if grown:
+            new = self._empty(grown)
             _rehash(self._slots, new)
             self._slots = new
         _insert(self._slots, keys, positions, missing)
@@ -158,3 +172,10 @@ class HashIndex:
         found = _items(self._slots, keys, positions)
         assert found == self._size
         return keys, positions
+
+    def blocks(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All keys and positions like `items`, at most `size` at a time; the index must not change meanwhile."""
+        keys, positions = np.empty(size, np.int64), np.empty(size, np.int64)
+        for start in range(0, len(self._slots), size):
+            found = _items(self._slots[start : start + size], keys, positions)
+            yield keys[:found].copy(), positions[:found].copy()

@@ -38,6 +38,7 @@ def _pointer_to(numba_type, llvm_type):
 # A typed pointer from an integer address; `numba.carray` makes an array of it.
 float_pointer = _pointer_to(types.float32, ir.FloatType())
 int_pointer = _pointer_to(types.int32, ir.IntType(32))
+long_pointer = _pointer_to(types.int64, ir.IntType(64))
 half_pointer = _pointer_to(types.uint16, ir.IntType(16))
 
 

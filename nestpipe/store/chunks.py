@@ -6,6 +6,7 @@ import mmap
 
 import numpy as np
 
+from nestpipe.kernels.pages import anonymous
 from nestpipe.kernels.rows import Rows
 
 CHUNK_BYTES = 32 << 20
@@ -14,9 +15,8 @@ CHUNK_BYTES = 32 << 20
 class Chunks:
     """Records of `words` float32 each, at positions 0, 1, 2, ...; growing adds a chunk, so no record is ever copied.
 
-    Chunks are anonymous mappings: pages cost memory only once touched, and ask for huge pages, without which random
-    access to a table of gigabytes spends its time in page walks. Private ones: shared mappings, which are Python's
-    default, get no huge pages from Linux as it comes.
+    Pages of a chunk cost memory only once touched; see `pages.anonymous`. One thread may `reserve` while others read and
+    write records that are there already: addresses in a `rows` taken before stay right.
     """
 
     def __init__(self, words: int, *, half: bool) -> None:
@@ -38,9 +38,7 @@ class Chunks:
     def reserve(self, num_records: int) -> None:
         """Makes positions below `num_records` usable."""
         while len(self._maps) << self._shift < num_records:
-            chunk = mmap.mmap(-1, self._stride << self._shift, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                chunk.madvise(mmap.MADV_HUGEPAGE)
+            chunk = anonymous(self._stride << self._shift)
             self._maps.append(chunk)
             start = np.frombuffer(chunk, np.uint8).ctypes.data
             self._bases = np.append(self._bases, start)

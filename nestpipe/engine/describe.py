@@ -1,0 +1,47 @@
+"""What a run overlaps and what it does not, per stage and table, and why: the lines that it prints at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nestpipe.engine.step import Store
+from nestpipe.schedule import ops as op
+from nestpipe.schedule.ops import COMPUTE, Schedule, relative
+
+
+def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -> list[str]:
+    tasks = {task.op.name: task for task in reversed(schedule.tasks)}
+
+    def how(name: str) -> str:
+        task = tasks[name]
+        if task.lane == COMPUTE:
+            return "exposed: on the compute lane"
+        return f"{relative(task.op)} hidden behind the compute of t (lane {task.lane})"
+
+    device_text = "nothing to do: the device is the CPU" if device.type == "cpu" else how(op.H2D)
+    lines = [
+        f"schedule {schedule.name}, {schedule.micro_batches} micro-batch(es): {schedule.summary}",
+        f"  data: a thread (or process) of its own reads ahead; {how(op.PREFETCH)}",
+        f"  copy to the device: {device_text}",
+        f"  key routing: {how(op.ROUTE)}",
+    ]
+    for store in stores:
+        name = store.table.name
+        if store.buffered:
+            lines.append(
+                f"  lookup of table {name!r} (disk): {how(op.RETRIEVE)}, write-back {how(op.WRITEBACK)}; rows that two "
+                f"neighbouring batches share are copied from buffer to buffer on the compute lane"
+            )
+        else:
+            lines.append(
+                f"  lookup of table {name!r} (memory): keys to positions {how(op.RETRIEVE)}; rows are used in place"
+            )
+    lines += [
+        f"  all-to-all of rows and gradients: {how(op.EMB)}",
+        "  sum of dense gradients: inside the last backward (DDP)",
+    ]
+    if schedule.stale_by:
+        lines.append(f"  WARNING: rows are stale by {schedule.stale_by}: this is not synchronous training")
+    return lines

@@ -1,0 +1,162 @@
+"""Engine: runs a schedule on this worker. It knows operations, not schedules."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+
+from nestpipe.arena import Arena
+from nestpipe.batch import Batch
+from nestpipe.engine.lanes import Lanes
+from nestpipe.engine.step import Context, StepOperations, StepResult, micro_batch_bounds
+from nestpipe.schedule import ops as op
+from nestpipe.schedule.check import require
+from nestpipe.schedule.ops import COMPUTE, Schedule, Task
+from nestpipe.trace.record import Event, RankTrace, wall_offset_ns
+
+TRACED = 500_000  # operations that are kept, the newest ones
+
+# Before and after an operation, for tests: where to sleep, how many seconds.
+Delays = Callable[[Task], tuple[float, float]]
+
+
+class Engine:
+    """`run` trains on consecutive batches; what belongs to each lives in its Context from PREFETCH to WRITEBACK.
+
+    trace: whether to record every operation's start and end; see `recorded`.
+    """
+
+    def __init__(
+        self, schedule: Schedule, ops: StepOperations, *, trace: bool = False, delays: Delays | None = None
+    ) -> None:
+        self.schedule, self.ops, self.delays = schedule, ops, delays
+        self.verdict = require(schedule)
+        self._lanes = Lanes(schedule, self._execute)
+        self._names = [feature.name for feature in ops.plan.features]
+        self._micro_batches = schedule.micro_batches
+        self._pinned = ops.dense.device.type != "cpu"
+        self._contexts: dict[int, Context] = {}
+        self._arenas: list[Arena] = []  # of finished batches, to be used again
+        self._events: collections.deque[Event] | None = collections.deque(maxlen=TRACED) if trace else None
+        self._num_events = 0
+        self._lane_numbers = {lane: i for i, lane in enumerate(schedule.lanes)}
+        last_here = [task.op for task in schedule.tasks if task.lane == COMPUTE]
+        # After this operation of a batch the compute lane is done with it.
+        self._closing = max(last_here, key=lambda one: (-one.batch, last_here.index(one))).name
+
+    @property
+    def in_flight(self) -> int:
+        """Batches whose rows have been asked for and that are not finished: while there are any, tables are in between."""
+        return sum(1 for ctx in list(self._contexts.values()) if ctx.source is not None)
+
+    def run(
+        self,
+        read: Callable[[], Batch | None],
+        *,
+        first: int,
+        last: int,
+        on_step: Callable[[StepResult], None],
+    ) -> None:
+        """Trains on batches `first` to `last` (exclusive), or until no worker has any. on_step is called after each, in
+        order, by the thread that called `run`; for batch last - 1 with nothing in flight any more."""
+        self._read, self._last, self._on_step = read, last, on_step
+        self._held: StepResult | None = None
+        self._contexts.clear()
+        self.ops.begin()
+        self._lanes.run(first, last)
+        self._contexts.clear()
+        self.ops.settle(last)
+        if self._held is not None:
+            on_step(self._held)
+
+    def recorded(self, *, rank: int, world: int) -> RankTrace:
+        assert self._events is not None, "the engine was made without trace=True"
+        return RankTrace(
+            rank=rank,
+            world=world,
+            schedule=self.schedule.name,
+            text=str(self.schedule),
+            lanes=self.schedule.lanes,
+            wall_ns=wall_offset_ns(),
+            events=list(self._events),
+            dropped=self._num_events - len(self._events),
+        )
+
+    # -- one task ------------------------------------------------------------------------------------------------------
+
+    def _execute(self, task: Task) -> None:
+        if self.delays is None:
+            self._traced(task)
+        else:
+            before, after = self.delays(task)
+            time.sleep(before)
+            self._traced(task)
+            time.sleep(after)
+
+    def _traced(self, task: Task) -> None:
+        if self._events is None:
+            self._do(task)
+            return
+        start = time.perf_counter_ns()
+        self._do(task)
+        end = time.perf_counter_ns()
+        name, batch, part = task.op
+        parted = name in (op.FWD, op.BWD) and self._micro_batches > 1
+        self._events.append(Event(self._lane_numbers[task.lane], name, batch, part if parted else None, start, end))
+        self._num_events += 1
+
+    def _do(self, task: Task) -> None:
+        name, batch, part = task.op
+        ops = self.ops
+        ctx = self._open(batch) if name == op.PREFETCH else self._contexts[batch]
+        match name:
+            case op.PREFETCH:
+                pass
+            case op.H2D:
+                ops.h2d(ctx)
+            case op.ROUTE:
+                if not ops.route(ctx):
+                    self._lanes.stop_before(batch)
+            case op.RETRIEVE:
+                ops.retrieve(ctx)
+            case op.SYNC:
+                ops.sync(ctx)
+            case op.EMB:
+                ops.emb(ctx)
+            case op.FWD:
+                ops.forward(ctx, part)
+            case op.BWD:
+                ops.backward(ctx, part)
+            case op.AGREE:
+                ops.agree(ctx)
+            case op.GRAD:
+                ops.grad(ctx)
+            case op.UPDATE:
+                ctx.result = ops.update(ctx)
+            case op.WRITEBACK:
+                ops.writeback(ctx)
+                self._arenas.append(self._contexts.pop(batch).arena)
+            case _:
+                raise AssertionError(name)
+        if name == self._closing:
+            assert ctx.result is not None
+            if batch == self._last - 1:
+                self._held = ctx.result
+            else:
+                self._on_step(ctx.result)
+
+    def _open(self, number: int) -> Context:
+        batch, error = None, None
+        try:
+            batch = self._read()
+            if batch is not None and self._pinned:
+                batch = batch.pin_memory()
+        except Exception as problem:
+            error = problem
+        has_data = batch is not None
+        batch = Batch.empty(self._names) if batch is None else batch
+        arena = self._arenas.pop() if self._arenas else Arena()
+        bounds = micro_batch_bounds(batch.size, self._micro_batches)
+        ctx = self._contexts[number] = Context(number, batch, bounds, arena, error=error, has_data=has_data)
+        return ctx

@@ -1,0 +1,109 @@
+"""Lanes: run the tasks of a schedule on threads, each when what it waits for is done.
+
+Every lane walks the same list of tasks and runs its own; the compute lane is the thread that called `run`. A waiting
+lane sleeps on a condition, so an idle pipeline uses no CPU.
+
+How it stops. When an operation fails on all workers alike (they agreed on it), its lane does nothing more for that batch
+and later ones; neither does a lane whose task waits for something that will not come. Everything else is still done. As
+the schedule is the same everywhere, all workers leave out the same operations: no collective is left with a worker missing,
+and batches before the failing one are trained on to the end, as they would have been serially. Any other failure (a lost
+peer, a bug) ends all lanes of this worker at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+from nestpipe.engine.streams import Streams
+from nestpipe.errors import TrainingError
+from nestpipe.schedule.ops import COMPUTE, Op, Schedule, Task
+
+LEAVE = 5.0  # seconds for a lane that is stuck in a collective after a failure that was not agreed on
+
+
+class Lanes:
+    """execute(task): does the work. `stop_before(batch)`, called from within: there are no batches from this one on."""
+
+    def __init__(self, schedule: Schedule, execute: Callable[[Task], None]) -> None:
+        self._schedule, self._execute = schedule, execute
+        self._lane_of = {(task.op.name, task.op.part): task.lane for task in schedule.tasks}
+        self._behind, self._look_ahead = schedule.behind, schedule.look_ahead
+        self._changed = threading.Condition()
+
+    def run(self, first: int, last: int) -> None:
+        """Runs batches `first` to `last` (exclusive) to their end; raises what went wrong, the earliest batch's first."""
+        self._first, self._last = first, last
+        self._done: dict[tuple[str, int], int] = {}  # (name, part) -> last batch
+        self._cut: dict[str, int] = {}  # lane -> the batch from which on it does nothing
+        self._failures: list[tuple[int, BaseException]] = []
+        self._stop_all = False
+        self._streams = Streams(self._schedule.lanes)
+        threads = [
+            threading.Thread(target=self._run_lane, args=(lane,), name=f"nestpipe-{lane}", daemon=True)
+            for lane in self._schedule.lanes
+            if lane != COMPUTE
+        ]
+        for thread in threads:
+            thread.start()
+        self._run_lane(COMPUTE)
+        for thread in threads:
+            thread.join(LEAVE if self._stop_all else None)
+        if self._failures:
+            # A lower batch fails first in a serial run; among equals, the one that came first.
+            raise min(self._failures, key=lambda failure: failure[0])[1]
+
+    def stop_before(self, batch: int) -> None:
+        with self._changed:
+            self._last = min(self._last, batch)
+            self._changed.notify_all()
+
+    # -- one lane ------------------------------------------------------------------------------------------------------
+
+    def _run_lane(self, lane: str) -> None:
+        self._streams.enter(lane)
+        for t in itertools.count(self._first - self._look_ahead):
+            if t - self._behind >= min(self._last, self._cut.get(lane, self._last)):
+                return
+            for task in self._schedule.step(t):
+                if task.lane != lane or task.op.batch < self._first or not self._wait(task):
+                    continue
+                try:
+                    self._streams.wait(task)
+                    self._execute(task)
+                    self._streams.done(task)
+                except BaseException as failure:
+                    self._fail(task, failure)
+                    continue
+                with self._changed:
+                    self._done[task.op.name, task.op.part] = task.op.batch
+                    self._changed.notify_all()
+
+    def _wait(self, task: Task) -> bool:
+        """Returns True when the task may run, False if it is left out."""
+        batch = task.op.batch
+        with self._changed:
+            while True:
+                if self._stop_all or batch >= self._last or batch >= self._cut.get(task.lane, self._last):
+                    return False
+                missing = [op for op in task.after if not self._is_done(op)]
+                if not missing:
+                    return True
+                if any(op.batch >= self._cut.get(self._lane_of[op.name, op.part], self._last) for op in missing):
+                    self._leave(task.lane, batch)
+                    return False
+                self._changed.wait()
+
+    def _is_done(self, op: Op) -> bool:
+        return op.batch < self._first or self._done.get((op.name, op.part), self._first - 1) >= op.batch
+
+    def _leave(self, lane: str, batch: int) -> None:
+        self._cut[lane] = min(batch, self._cut.get(lane, batch))
+        self._changed.notify_all()
+
+    def _fail(self, task: Task, failure: BaseException) -> None:
+        with self._changed:
+            self._failures.append((task.op.batch, failure))
+            self._stop_all |= not isinstance(failure, TrainingError)
+            self._leave(task.lane, self._first if self._stop_all else task.op.batch)

@@ -1,0 +1,195 @@
+"""Kernels that read and write rows in a file, without the GIL: blocks with pread and pwrite, each slot verified.
+
+Position p has slot p % per_block of block p // per_block. A slot is the record's words, its key (int64) and a 64-bit
+checksum over table, position, key and words. Blocks are multiples of 4 KiB and start at multiples of 4 KiB, as is the
+memory they are read into: what O_DIRECT asks for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import carray
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from nestpipe.kernels.jit import float_pointer, inlined, int_pointer, kernel
+from nestpipe.kernels.keys import mix
+from nestpipe.kernels.rows import address
+
+# What went wrong, in failure[0]; failure[1:] are the position, errno or bytes got, and the key found.
+FINE, SYSTEM, SHORT, DAMAGED, OTHER_KEY = range(5)
+EINTR = 4
+
+
+class Layout(NamedTuple):
+    words: int  # of a record
+    per_block: int  # slots
+    block_bytes: int
+    tag: np.uint64  # of the table and the worker: part of every checksum
+
+
+def _libc(name):
+    """pread or pwrite, by name: an address, as ctypes gives it, could not be kept in the compiled file."""
+
+    @intrinsic
+    def call(typingctx, fd, memory, num_bytes, offset):
+        def codegen(context, builder, signature, args):
+            i32, i64 = ir.IntType(32), ir.IntType(64)
+            function_type = ir.FunctionType(i64, [i32, cgutils.voidptr_t, i64, i64])
+            function = cgutils.get_or_insert_function(builder.module, function_type, name)
+            pointer = builder.inttoptr(args[1], cgutils.voidptr_t)
+            return builder.call(function, [args[0], pointer, args[2], args[3]])
+
+        return types.int64(types.int32, types.int64, types.int64, types.int64), codegen
+
+    return call
+
+
+_pread, _pwrite = _libc("pread"), _libc("pwrite")
+
+
+@intrinsic
+def _errno(typingctx):
+    def codegen(context, builder, signature, args):
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(i32.as_pointer(), [])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "__errno_location")
+        return builder.load(builder.call(function, []))
+
+    return types.int32(), codegen
+
+
+@kernel
+def _transfer(writes, fd, memory, num_bytes, offset):
+    """Moves all bytes, or returns (how many it moved, errno: 0 at the end of the file)."""
+    done = np.int64(0)
+    while done < num_bytes:
+        if writes:
+            moved = _pwrite(np.int32(fd), memory + done, num_bytes - done, offset + done)
+        else:
+            moved = _pread(np.int32(fd), memory + done, num_bytes - done, offset + done)
+        if moved < 0:
+            error = np.int64(_errno())
+            if error == EINTR:
+                continue
+            return done, error
+        if moved == 0:
+            return done, np.int64(0)
+        done += moved
+    return done, np.int64(0)
+
+
+@kernel
+def checksum(layout, position, key, here):
+    """Of the record at an address. Each word changes the sum: every step is a bijection of the sum before it."""
+    h = mix(layout.tag ^ mix(np.uint64(position)))
+    h = mix(h ^ np.uint64(key))
+    words = carray(int_pointer(here), layout.words)
+    for d in range(layout.words):
+        h = (h ^ np.uint64(np.uint32(words[d]))) * np.uint64(0x9E3779B97F4A7C15)
+        h ^= h >> np.uint64(32)
+    return mix(h)
+
+
+@inlined
+def _fail(failure, code, position, detail, key):
+    failure[0] = code
+    failure[1] = position
+    failure[2] = detail
+    failure[3] = key
+
+
+@inlined
+def _run_end(layout, positions, i, most):
+    """The first index after i whose block is not in the same or the next blocks as those before; at most `most` blocks."""
+    first = positions[i] // layout.per_block
+    last = first
+    j = i
+    while j < len(positions):
+        block = positions[j] // layout.per_block
+        if block > last + 1 or block >= first + most:
+            break
+        last = block
+        j += 1
+    return j
+
+
+@kernel
+def read_rows(fd, layout, positions, keys, targets, out, bounce, bounce_bytes, failure):
+    """out[targets[i]] = the record at positions[i] (ascending), which must be that of keys[i].
+
+    Neighbouring blocks are read together, each block once. Stops at the first slot that is not what it should be.
+    """
+    most = bounce_bytes // layout.block_bytes
+    slot_bytes = layout.words * 4 + 16
+    i = 0
+    while i < len(positions):
+        end = _run_end(layout, positions, i, most)
+        first = positions[i] // layout.per_block
+        num_bytes = (positions[end - 1] // layout.per_block - first + 1) * layout.block_bytes
+        got, error = _transfer(False, fd, bounce, num_bytes, first * layout.block_bytes)
+        if got < num_bytes:
+            _fail(failure, SYSTEM if error else SHORT, positions[i], error if error else got, 0)
+            return
+        while i < end:
+            p = positions[i]
+            here = bounce + (p // layout.per_block - first) * layout.block_bytes + p % layout.per_block * slot_bytes
+            # A slot may start at any multiple of 4: read the two 64-bit numbers by halves.
+            tail = carray(int_pointer(here + layout.words * 4), 4)
+            key = np.int64(np.uint64(np.uint32(tail[0])) | (np.uint64(np.uint32(tail[1])) << np.uint64(32)))
+            stored = np.uint64(np.uint32(tail[2])) | (np.uint64(np.uint32(tail[3])) << np.uint64(32))
+            if checksum(layout, p, key, here) != stored:
+                _fail(failure, DAMAGED, p, 0, key)
+                return
+            if key != keys[i]:
+                _fail(failure, OTHER_KEY, p, 0, key)
+                return
+            words = carray(float_pointer(here), layout.words)
+            target = out[targets[i]]
+            for d in range(layout.words):
+                target[d] = words[d]
+            i += 1
+
+
+@kernel
+def write_rows(fd, layout, positions, keys, sources, rows, bounce, bounce_bytes, failure):
+    """Writes record sources[i] of rows, of keys[i], to positions[i] (ascending).
+
+    Neighbouring blocks go together; blocks that are not written whole are read first and keep their other slots.
+    """
+    most = bounce_bytes // layout.block_bytes
+    slot_bytes = layout.words * 4 + 16
+    i = 0
+    while i < len(positions):
+        end = _run_end(layout, positions, i, most)
+        first = positions[i] // layout.per_block
+        num_blocks = positions[end - 1] // layout.per_block - first + 1
+        num_bytes = num_blocks * layout.block_bytes
+        if end - i < num_blocks * layout.per_block:
+            got, error = _transfer(False, fd, bounce, num_bytes, first * layout.block_bytes)
+            if got < num_bytes:
+                _fail(failure, SYSTEM if error else SHORT, positions[i], error if error else got, 0)
+                return
+        start = i
+        while i < end:
+            p = positions[i]
+            here = bounce + (p // layout.per_block - first) * layout.block_bytes + p % layout.per_block * slot_bytes
+            words = carray(float_pointer(here), layout.words)
+            source = carray(float_pointer(address(rows, sources[i])), layout.words)
+            for d in range(layout.words):
+                words[d] = source[d]
+            total = checksum(layout, p, keys[i], here)
+            key = np.uint64(keys[i])
+            tail = carray(int_pointer(here + layout.words * 4), 4)
+            tail[0] = np.int32(key)
+            tail[1] = np.int32(key >> np.uint64(32))
+            tail[2] = np.int32(total)
+            tail[3] = np.int32(total >> np.uint64(32))
+            i += 1
+        got, error = _transfer(True, fd, bounce, num_bytes, first * layout.block_bytes)
+        if got < num_bytes:
+            _fail(failure, SYSTEM if error else SHORT, positions[start], error if error else got, 0)
+            return

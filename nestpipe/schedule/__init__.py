@@ -1,0 +1,13 @@
+"""What runs when, as plain values: see ops.py for the words, check.py for the proof, one file per schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nestpipe.schedule.dbp import dbp
+from nestpipe.schedule.ops import Schedule
+from nestpipe.schedule.serial import serial
+from nestpipe.schedule.stale import stale
+
+# What a user may ask for by name; each takes micro_batches and look_ahead (None: what its stages need).
+SCHEDULES: dict[str, Callable[..., Schedule]] = {"serial": serial, "dbp": dbp, "stale": stale}

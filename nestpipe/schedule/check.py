@@ -1,0 +1,371 @@
+"""The checker: proves from a schedule alone that it equals serial training, or says what is missing.
+
+Two steps. First, *no race*: whenever two operations touch the same thing and one of them writes it, the schedule must
+order them. Then all runs of the schedule are alike, whatever the timing, and one of them can stand for all. So, second,
+*one run*: follow a row through it, for every way in which neighbouring batches may use the row, and see which updates
+each read has in it. See docs/consistency.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+import itertools
+from collections.abc import Iterable, Iterator
+
+from nestpipe.schedule.ops import (
+    BWD,
+    EMB,
+    FWD,
+    GROUPS,
+    ORDER,
+    PREFETCH,
+    RETRIEVE,
+    SYNC,
+    UPDATE,
+    WRITEBACK,
+    Op,
+    Schedule,
+    Task,
+)
+
+USES = 5  # neighbouring batches over which every pattern of use of a row is tried
+
+
+class ScheduleError(ValueError):
+    """The schedule cannot be run as it says of itself."""
+
+
+@dataclasses.dataclass
+class Verdict:
+    """problems: why the schedule must not be run, one sentence each; empty if it may.
+    stale_by: by how many updates a row that a batch reads can be behind.
+    in_flight: how many batches can be on their way at once.
+    """
+
+    problems: list[str]
+    stale_by: int = 0
+    in_flight: int = 0
+
+
+def require(schedule: Schedule) -> Verdict:
+    """The verdict; raises ScheduleError if there is a problem, or rows are staler than the schedule says of itself."""
+    verdict = check(schedule)
+    problems = list(verdict.problems)
+    if verdict.stale_by > schedule.stale_by:
+        problems.append(f"batches read rows that are stale by {verdict.stale_by}, not {schedule.stale_by} as it says")
+    if problems:
+        raise ScheduleError(f"schedule {schedule.name!r}: " + "; ".join(problems))
+    return verdict
+
+
+def check(schedule: Schedule) -> Verdict:
+    # Long enough that its middle is free of the filling and emptying of the pipeline.
+    num_batches = 2 * (schedule.look_ahead + schedule.behind) + USES + 2
+    tasks = list(schedule.unroll(0, num_batches))
+    problems = list(_missing(tasks, num_batches, schedule.micro_batches))
+    if problems:
+        return Verdict(problems)
+    problems += _lanes_per_group(tasks)
+    graph = _graph(tasks)
+    try:
+        run = list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        circle = " -> ".join(str(op) for op in reversed(error.args[1]))
+        return Verdict([*problems, f"cycle: {circle}: none of them can ever start"])
+    before = _Order(run, graph)
+    in_flight = _in_flight(before, num_batches, schedule)
+    if in_flight is None:
+        problems.append(
+            f"unbounded: nothing keeps {PREFETCH}(t) from running far ahead; let it wait for {WRITEBACK}(t-k), with a k"
+        )
+    problems += _races(tasks, graph, before)
+    if problems:
+        return Verdict(problems, in_flight=in_flight or 0)
+    first = schedule.look_ahead + schedule.behind
+    stale_by = 0
+    for bits in itertools.product((False, True), repeat=USES):
+        users = {first + i for i, used in enumerate(bits) if used}
+        for follow in (_follow_in_place, _follow_buffers):
+            worst, trouble = follow(run, users)
+            stale_by = max(stale_by, worst)
+            problems += [text for text in trouble if text not in problems]
+    return Verdict(problems[:3], stale_by, in_flight or 0)
+
+
+# -- what is there -----------------------------------------------------------------------------------------------------
+
+
+def _missing(tasks: list[Task], num_batches: int, micro_batches: int) -> Iterator[str]:
+    """Every batch needs every operation, FWD and BWD once per micro-batch, none twice."""
+    ops = [task.op for task in tasks]
+    for op in {op for op in ops if ops.count(op) > 1}:
+        yield f"{op.name}(t) is there twice"
+    present = set(ops)
+    middle = num_batches // 2
+    for name in ORDER:
+        for part in range(micro_batches if name in (FWD, BWD) else 1):
+            if Op(name, middle, part) not in present:
+                why = ": rows that batches t-1 and t share never reach the buffer of t" if name == SYNC else ""
+                yield f"no {name}(t{f',{part}' if part else ''}){why}"
+    for task in tasks:
+        for op in task.after:
+            if 0 <= op.batch < num_batches and op not in present:
+                yield f"{task.op} waits for {op}, which no step has"
+
+
+def _lanes_per_group(tasks: list[Task]) -> Iterator[str]:
+    """One lane per process group: then its collectives have one order, the same on every worker."""
+    lanes: dict[str, dict[str, str]] = {}
+    for task in tasks:
+        if task.op.name in GROUPS:
+            lanes.setdefault(GROUPS[task.op.name], {}).setdefault(task.lane, task.op.name)
+    for group, users in lanes.items():
+        if len(users) > 1:
+            text = " and ".join(f"{name} on lane {lane}" for lane, name in users.items())
+            yield f"collectives of group {group} have no single order: {text}; put them on one lane"
+
+
+# -- what is ordered ---------------------------------------------------------------------------------------------------
+
+
+def _graph(tasks: list[Task]) -> dict[Op, set[Op]]:
+    """Each operation with those that it waits for: in its lane, and by `after`."""
+    present = {task.op for task in tasks}
+    last_of: dict[str, Op] = {}
+    graph: dict[Op, set[Op]] = {}
+    for task in tasks:
+        graph[task.op] = {op for op in task.after if op in present}
+        if task.lane in last_of:
+            graph[task.op].add(last_of[task.lane])
+        last_of[task.lane] = task.op
+    return graph
+
+
+class _Order:
+    """Whether one operation surely ends before another starts."""
+
+    def __init__(self, run: list[Op], graph: dict[Op, set[Op]]) -> None:
+        self._number = {op: i for i, op in enumerate(run)}
+        self._ancestors: list[int] = []  # bit sets
+        for op in run:
+            bits = 0
+            for earlier in graph[op]:
+                number = self._number[earlier]
+                bits |= self._ancestors[number] | 1 << number
+            self._ancestors.append(bits)
+
+    def __call__(self, a: Op, b: Op) -> bool:
+        return bool(self._ancestors[self._number[b]] >> self._number[a] & 1)
+
+
+def _in_flight(before: _Order, num_batches: int, schedule: Schedule) -> int | None:
+    """How many batches may be between the start of their first operation and the end of their last; None: no bound."""
+    newest = num_batches - 1
+    for back in range(1, num_batches - schedule.behind):
+        if before(Op(WRITEBACK, newest - back), Op(PREFETCH, newest)):
+            return back
+    return None
+
+
+# -- what is touched ---------------------------------------------------------------------------------------------------
+
+
+def _touched(op: Op) -> Iterator[tuple[object, bool]]:
+    """What an operation touches, and whether it writes it. Things of one batch are (name, batch); of a micro-batch,
+    (name, batch, part); the two buffers of a table in a lower tier (name, 0) and (name, 1)."""
+    b, m = op.batch, op.part
+    match op.name:
+        case "PREFETCH":
+            yield ("batch", b), True
+            yield "source of data", True
+        case "H2D":
+            yield ("batch", b), False
+            yield ("inputs", b), True
+        case "ROUTE":
+            yield ("inputs", b), False
+            yield ("routes", b), True
+        case "RETRIEVE":
+            yield ("routes", b), False
+            yield "keys that have rows", True
+            yield ("positions", b), True
+            yield ("buffer", b % 2), True
+            yield ("tier", b), False
+            yield ("positions", b - 1), False  # to know which rows SYNC will bring
+            yield "given up rows", True  # births in their place
+        case "SYNC":
+            yield ("positions", b), False
+            yield ("buffer", (b - 1) % 2), False
+            yield ("buffer", b % 2), True
+        case "EMB":
+            yield ("positions", b), False
+            yield ("buffer", b % 2), False
+            yield "rows in memory", False
+            yield "given up rows", False
+            yield ("vectors", b), True
+        case "FWD":
+            yield ("vectors", b), False
+            yield "dense weights", False
+            yield ("output", b, m), True
+        case "BWD":
+            yield ("output", b, m), False
+            yield "dense weights", False
+            yield "dense gradients", True
+            yield ("gradients", b), True
+        case "AGREE":
+            yield ("agreed", b), True
+            yield ("outputs", b), False
+        case "GRAD":
+            yield ("agreed", b), False
+            yield ("gradients", b), False
+            yield ("returned", b), True
+        case "UPDATE":
+            yield ("agreed", b), False
+            yield ("returned", b), False
+            yield ("buffer", b % 2), True
+            yield "rows in memory", True
+            yield "given up rows", True
+            yield "dense gradients", True
+            yield "dense weights", True
+        case "WRITEBACK":
+            yield ("buffer", b % 2), False
+            yield ("tier", b), True
+        case _:
+            raise ScheduleError(f"no operation is called {op.name!r}; there are {', '.join(ORDER)}")
+
+
+def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order) -> list[str]:
+    """What is touched by two operations, one of them writing, without an order: the edges that would mend it.
+
+    One missing edge leaves many pairs without order. So the nearest pair is taken as the missing edge, it is added, and
+    what is still without order after that is looked at again.
+    """
+    touching: dict[object, list[tuple[Op, bool]]] = {}
+    for task in tasks:
+        for thing, writes in _touched(task.op):
+            for one in _all_of(thing, task.op, tasks):
+                touching.setdefault(one, []).append((task.op, writes))
+    place = {op: i for i, op in enumerate(sorted(graph, key=_serial_place))}
+    pairs = {
+        (min(a, b, key=place.__getitem__), max(a, b, key=place.__getitem__)): thing
+        for thing, users in touching.items()
+        for (a, a_writes), (b, b_writes) in itertools.combinations(users, 2)
+        if a != b and (a_writes or b_writes) and not _apart(thing, a, b)
+    }
+    found: list[str] = []
+    graph = {op: set(earlier) for op, earlier in graph.items()}
+    while True:
+        loose = [(a, b) for a, b in pairs if not before(a, b) and not before(b, a)]
+        if not loose:
+            return found
+        first, then = min(loose, key=lambda pair: place[pair[1]] - place[pair[0]])
+        thing = pairs[first, then]
+        name = thing if isinstance(thing, str) else thing[0]  # type: ignore[index]
+        edge = f"{_relative(first, then.batch)} -> {_relative(then, then.batch)}"
+        found.append(f"missing edge {edge}: both touch the {name}, and nothing orders them")
+        for op in graph:
+            other = first._replace(batch=op.batch + first.batch - then.batch)
+            if op._replace(batch=0) == then._replace(batch=0) and other in graph:
+                graph[op].add(other)
+        try:
+            before = _Order(list(graphlib.TopologicalSorter(graph).static_order()), graph)
+        except graphlib.CycleError:
+            return found
+
+
+def _all_of(thing: object, op: Op, tasks: list[Task]) -> Iterable[object]:
+    """Rows in a tier are one thing for all batches; the outputs of a batch are those of all its micro-batches."""
+    if isinstance(thing, tuple) and thing[0] == "tier":
+        return ["tier"]
+    if isinstance(thing, tuple) and thing[0] == "outputs":
+        return [("output", op.batch, t.op.part) for t in tasks if t.op.name == FWD and t.op.batch == op.batch]
+    return [thing]
+
+
+def _apart(thing: object, a: Op, b: Op) -> bool:
+    """Whether two operations touch different rows of a thing, so that their order does not matter."""
+    batch = {a.name: a.batch, b.name: b.batch}
+    if RETRIEVE not in batch or a.name == b.name:
+        return False
+    if thing == "tier":
+        # Rows that batch t-1 uses too are not read from the tier: SYNC brings them.
+        return batch[RETRIEVE] == batch[WRITEBACK] + 1
+    if thing == "given up rows":
+        # A row that RETRIEVE(t) gives up is idle in batch t; its place is used again by RETRIEVE(t+1) at the earliest.
+        (other,) = batch.keys() - {RETRIEVE}
+        return batch[other] >= batch[RETRIEVE] - 1
+    return False
+
+
+def _serial_place(op: Op) -> tuple[int, int, int]:
+    rank = ORDER.index(op.name)
+    if op.name in (FWD, BWD):  # micro-batch by micro-batch
+        return op.batch, ORDER.index(FWD), 2 * op.part + (op.name == BWD)
+    return op.batch, rank, op.part
+
+
+def _relative(op: Op, origin: int) -> str:
+    shift = op.batch - origin
+    batch = "t" if shift == 0 else f"t{shift:+d}"
+    return f"{op.name}({batch})" if op.part == 0 else f"{op.name}({batch},{op.part})"
+
+
+# -- one row, followed through one run ---------------------------------------------------------------------------------
+
+Updates = tuple[int, ...]  # the batches whose updates a copy of the row has in it, in order
+
+
+def _follow_in_place(run: list[Op], users: set[int]) -> tuple[int, list[str]]:
+    """A row of a table in memory, used where it lies."""
+    row: Updates = ()
+    stale, trouble = 0, []
+    for op in run:
+        if op.batch not in users:
+            continue
+        if op.name == EMB:
+            stale = max(stale, _behind(row, users, op.batch))
+        elif op.name == UPDATE:
+            row = (*row, op.batch)
+    if row != tuple(sorted(users)):
+        trouble.append(f"updates of a row in memory are applied in the order {row}")
+    return stale, trouble
+
+
+def _follow_buffers(run: list[Op], users: set[int]) -> tuple[int, list[str]]:
+    """A row of a table in a lower tier, used through two buffers. A copy is None where a buffer holds nothing of it."""
+    tier: Updates = ()
+    buffers: list[tuple[int, Updates] | None] = [None, None]  # of which batch, and the row
+    stale, trouble = 0, []
+
+    def held(op: Op, batch: int) -> Updates | None:
+        copy = buffers[batch % 2]
+        if copy is None or copy[0] != batch:
+            trouble.append(f"{op.name}(t) finds nothing of batch t{batch - op.batch:+d} in its buffer")
+            return None
+        return copy[1]
+
+    for op in run:
+        here, before = op.batch in users, op.batch - 1 in users
+        if op.name == RETRIEVE:
+            # Also for a batch that does not use the row: the buffer is that batch's from now on.
+            buffers[op.batch % 2] = (op.batch, tier) if here and not before else None
+        if not here:
+            continue
+        if op.name == SYNC and before:
+            copy = held(op, op.batch - 1)
+            buffers[op.batch % 2] = None if copy is None else (op.batch, copy)
+        elif op.name == EMB:
+            copy = held(op, op.batch)
+            stale = max(stale, 0 if copy is None else _behind(copy, users, op.batch))
+        elif op.name == UPDATE:
+            copy = held(op, op.batch)
+            buffers[op.batch % 2] = None if copy is None else (op.batch, (*copy, op.batch))
+        elif op.name == WRITEBACK:
+            tier = held(op, op.batch) or tier
+    if tier != tuple(sorted(users)):
+        trouble.append(f"the tier ends with the updates {tier} of {tuple(sorted(users))}")
+    return stale, trouble
+
+
+def _behind(row: Updates, users: set[int], batch: int) -> int:
+    return sum(1 for user in users if user < batch and user not in row)

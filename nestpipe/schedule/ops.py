@@ -1,0 +1,114 @@
+"""The words of a schedule: operations, lanes, what waits for what. No torch here, nothing runs here.
+
+A schedule is a function that yields the tasks of step t. Step t is when batch t computes; a pipelined schedule works on
+later batches in it too, so it names batches relative to t. A lane runs its tasks one after the other in the order in
+which the steps yield them; a task waits for the one before it in its lane, and for the operations in `after`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+# The operations, in the order in which a serial step runs them.
+PREFETCH = "PREFETCH"  # read a batch, split it into micro-batches, pinned memory
+H2D = "H2D"  # dense inputs and labels to the device
+ROUTE = "ROUTE"  # deduplicate keys, bucket them by owner, exchange them
+RETRIEVE = "RETRIEVE"  # the owner finds or creates rows; those of a lower tier go into a buffer
+SYNC = "SYNC"  # rows that the batch before also used: from its buffer into this one's
+EMB = "EMB"  # rows to the workers that asked for them
+FWD = "FWD"  # the user's model, one micro-batch
+BWD = "BWD"
+AGREE = "AGREE"  # sum of losses, weights and troubles over workers
+GRAD = "GRAD"  # gradients to the owners
+UPDATE = "UPDATE"  # every optimizer once
+WRITEBACK = "WRITEBACK"  # updated rows to their tier
+
+ORDER = (PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD, BWD, AGREE, GRAD, UPDATE, WRITEBACK)
+
+# Which process group an operation uses. (Gradients of the dense part are summed inside the last BWD.)
+GROUPS = {ROUTE: "keys", EMB: "rows", AGREE: "rows", GRAD: "rows", BWD: "dense"}
+
+# The lane that must never starve; it is the thread that called `fit`.
+COMPUTE = "compute"
+
+
+class Op(NamedTuple):
+    """One operation on one batch. `part` tells several of a kind apart: the micro-batches of FWD and BWD, two SYNCs."""
+
+    name: str
+    batch: int
+    part: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.batch})" if self.part == 0 else f"{self.name}({self.batch},{self.part})"
+
+
+class Task(NamedTuple):
+    op: Op
+    lane: str
+    after: tuple[Op, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """name, summary: for people.
+    step: yields the tasks of step t, in order.
+    stale_by: by how many updates a row that a batch reads may be behind; 0 is exactly synchronous training. The
+        checker holds the schedule to what it says here.
+    """
+
+    name: str
+    summary: str
+    step: Callable[[int], Iterable[Task]]
+    stale_by: int = 0
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks of one step, with batches relative to it."""
+        return list(self.step(0))
+
+    @property
+    def look_ahead(self) -> int:
+        """How many batches after t step t works on."""
+        return max(task.op.batch for task in self.tasks)
+
+    @property
+    def behind(self) -> int:
+        """How many batches before t step t still works on."""
+        return -min(task.op.batch for task in self.tasks)
+
+    @property
+    def lanes(self) -> list[str]:
+        return list(dict.fromkeys(task.lane for task in self.tasks))
+
+    @property
+    def micro_batches(self) -> int:
+        return 1 + max((task.op.part for task in self.tasks if task.op.name == FWD), default=0)
+
+    def unroll(self, first: int, last: int | None = None) -> Iterator[Task]:
+        """The tasks of batches `first` to `last` (exclusive), with the filling and the emptying of the pipeline."""
+        steps = itertools.count(first - self.look_ahead)
+        if last is not None:
+            steps = itertools.takewhile(lambda t: t < last + self.behind, steps)  # type: ignore[assignment]
+        for t in steps:
+            for task in self.step(t):
+                if task.op.batch >= first and (last is None or task.op.batch < last):
+                    yield task
+
+    def __str__(self) -> str:
+        """One line a lane: what it does in step t."""
+        width = max(len(lane) for lane in self.lanes)
+        lines = []
+        for lane in self.lanes:
+            ops = (task.op for task in self.tasks if task.lane == lane)
+            lines.append(f"{lane:{width}}  " + " ".join(relative(op) for op in ops))
+        return "\n".join(lines)
+
+
+def relative(op: Op) -> str:
+    """An operation of a step as text: batch 0 is t."""
+    batch = "t" if op.batch == 0 else f"t{op.batch:+d}"
+    return f"{op.name}({batch})" if op.part == 0 else f"{op.name}({batch},{op.part})"

@@ -1,0 +1,205 @@
+"""RowFile: records by position in a plain file, read and written in batches by several threads.
+
+Why a plain file and not an embedded key-value store: keys are resolved in memory anyway (births, admission and eviction need
+that), so a row's place is a multiplication away, and a read is one pread of the block it lies in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from nestpipe.errors import StorageError
+from nestpipe.kernels import blocks
+from nestpipe.kernels.blocks import Layout
+from nestpipe.kernels.rows import Rows
+
+PAGE = 4096
+EXTENT_BYTES = 64 << 20  # by which the file grows
+BOUNCE_BYTES = 128 << 10  # what one thread moves at once
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class RowFile:
+    """Working storage for the rows of one table on one worker: empty at the start, deleted by `close`.
+
+    The page cache is left out (O_DIRECT) where the file system allows it, so that the memory the table takes is the memory
+    it says; `direct` tells. `read` may run while another thread is in `write`, for other positions: where they share a block,
+    the bytes of a position that is not written are written back as they were.
+    """
+
+    def __init__(
+        self, path: Path, table: str, *, words: int, tag: np.uint64, readers: int = 16, writers: int = 16
+    ) -> None:
+        self.path, self.table = path, table
+        self.readers, self.writers = readers, writers
+        per_block, block_bytes = block_shape(words * 4 + 16)
+        self.layout = Layout(words, per_block, block_bytes, tag)
+        self.num_bytes = 0  # allocated so far
+        self._fd, self.direct = self._open()
+        bounce = max(BOUNCE_BYTES, block_bytes)
+        self._bounce_bytes = bounce
+        self._bounces = mmap.mmap(-1, bounce * (readers + writers), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bounce_start = np.frombuffer(self._bounces, np.uint8).ctypes.data
+        self._reading = ThreadPoolExecutor(readers, thread_name_prefix="row-read")
+        self._writing = ThreadPoolExecutor(writers, thread_name_prefix="row-write")
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return len(self._bounces)
+
+    def describe(self) -> str:
+        how = "without the page cache" if self.direct else "through the page cache: this file system refuses O_DIRECT"
+        return f"{self.path} ({how}; {self.layout.per_block} rows to a block of {self.layout.block_bytes} bytes)"
+
+    def read(self, positions: np.ndarray, keys: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
+        """out[targets[i]] = the record of keys[i], which was written at positions[i] (ascending)."""
+        self._run(False, positions, keys, targets, out)
+
+    def write(self, positions: np.ndarray, keys: np.ndarray, sources: np.ndarray, rows: Rows) -> None:
+        """Puts record sources[i] of rows at positions[i] (ascending), as that of keys[i]. For one thread at a time."""
+        if len(positions):
+            self._grow(int(positions[-1]))
+            self._run(True, positions, keys, sources, rows)
+
+    def close(self) -> None:
+        """Ends its threads and deletes the file."""
+        self._reading.shutdown()
+        self._writing.shutdown()
+        if self._fd >= 0:
+            # Deleted while the lock is held: nobody else can have begun to use it.
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
+            os.close(self._fd)
+            self._fd = -1
+
+    # -- the file ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[int, bool]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                fd, direct = _open_direct(self.path)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(fd)
+                    raise ValueError(
+                        f"table {self.table!r}: {self.path} is in use by another run; give each run a folder of its own"
+                    ) from None
+                if _is_at(fd, self.path):
+                    break
+                os.close(fd)  # its owner deleted the file between our opening and locking it
+            os.ftruncate(fd, 0)
+        except OSError as error:
+            raise self._error(f"cannot be opened: {error.strerror}", error.errno) from error
+        return fd, direct
+
+    def _grow(self, position: int) -> None:
+        needed = (position // self.layout.per_block + 1) * self.layout.block_bytes
+        if needed <= self.num_bytes:
+            return
+        # Whole blocks, at least an extent, but not a multiple of what is there: disks are shared.
+        extent = -(-EXTENT_BYTES // self.layout.block_bytes) * self.layout.block_bytes
+        grown = -(-needed // extent) * extent
+        try:
+            os.posix_fallocate(self._fd, self.num_bytes, grown - self.num_bytes)
+        except OSError as error:
+            raise self._no_room(error.errno, f"growing it to {grown:,} bytes") from error
+        self.num_bytes = grown
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def _run(self, writes: bool, positions: np.ndarray, keys: np.ndarray, places: np.ndarray, other: object) -> None:
+        """Cuts a batch between blocks, so that none is read twice or written by two, and gives each thread a part."""
+        pool, num, first = (self._writing, self.writers, self.readers) if writes else (self._reading, self.readers, 0)
+        kernel = blocks.write_rows if writes else blocks.read_rows
+        in_block = positions // self.layout.per_block
+        starts = np.flatnonzero(in_block[1:] != in_block[:-1]) + 1
+        wanted = np.searchsorted(starts, np.arange(1, num) * len(positions) // num)
+        cuts = np.unique(np.concatenate([[0], starts[wanted[wanted < len(starts)]], [len(positions)]]))
+        failures = np.zeros((len(cuts), 4), np.int64)
+        jobs = []
+        for n, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+            bounce = self._bounce_start + (first + n) * self._bounce_bytes
+            part = slice(start, end)
+            jobs.append(
+                pool.submit(kernel, self._fd, self.layout, positions[part], keys[part], places[part], other,
+                            bounce, self._bounce_bytes, failures[n])
+            )  # fmt: skip
+        for job in jobs:
+            job.result()
+        for n in np.flatnonzero(failures[:, 0])[:1]:
+            code, position, detail, found = failures[n].tolist()
+            raise self._failure(writes, code, position, int(keys[np.searchsorted(positions, position)]), detail, found)
+
+    def _failure(self, writes: bool, code: int, position: int, key: int, detail: int, found: int) -> StorageError:
+        block = position // self.layout.per_block * self.layout.block_bytes
+        place = f"table {self.table!r}, key {key}, byte {block}"
+        if writes and code == blocks.SYSTEM and detail in NO_ROOM:
+            return self._no_room(detail, f"writing at byte {block}")
+        if code == blocks.SYSTEM:
+            return self._error(f"{'writing' if writes else 'reading'} failed: {os.strerror(detail)} ({place})", detail)
+        if code == blocks.SHORT:
+            return self._error(
+                f"{'writing' if writes else 'reading'} ended at byte {block + detail} ({place}); has something cut the file "
+                "short? Go on from the last checkpoint"
+            )
+        slot = block + position % self.layout.per_block * (self.layout.words * 4 + 16)
+        place = f"table {self.table!r}, key {key}, byte {slot}"
+        problem = "is damaged: a checksum does not fit" if code == blocks.DAMAGED else f"holds the row of key {found}"
+        return self._error(f"{problem} ({place}); check the disk, and go on from the last checkpoint")
+
+    def _no_room(self, number: int | None, doing: str) -> StorageError:
+        why = os.strerror(number or 0)
+        return self._error(
+            f"{doing} failed: {why} (table {self.table!r}); free space there, choose another folder, or bound the table "
+            "with Eviction(max_rows=...)",
+            number,
+        )
+
+    def _error(self, problem: str, number: int | None = None) -> StorageError:
+        error = StorageError(f"{self.path}: {problem}")
+        error.errno = number
+        return error
+
+
+def block_shape(slot_bytes: int) -> tuple[int, int]:
+    """(slots to a block, bytes of a block).
+
+    4 KiB, the least that can be read; 8 KiB where three slots fit into it but one into a half; what one slot needs if that is
+    more than 4 KiB.
+    """
+    if slot_bytes > PAGE:
+        return 1, -(-slot_bytes // PAGE) * PAGE
+    if PAGE // slot_bytes == 1 and 2 * PAGE // slot_bytes == 3:
+        return 3, 2 * PAGE
+    return PAGE // slot_bytes, PAGE
+
+
+def _open_direct(path: Path) -> tuple[int, bool]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    if hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o644), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    fd = os.open(path, flags, 0o644)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    return fd, False
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,190 @@
+"""TableStore: what the stores of all tiers share: key work, the row optimizer, and everything at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from nestpipe.kernels import records, update
+from nestpipe.kernels.index import HashIndex
+from nestpipe.kernels.keys import shards
+from nestpipe.kernels.rows import Rows, birth, first_rows
+from nestpipe.kernels.update import Gradients
+from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from nestpipe.store.directory import BLOCK, Births, Directory
+from nestpipe.tables import Normal, Table
+
+Pairs = tuple[np.ndarray, np.ndarray]
+
+
+class StoreStats(NamedTuple):
+    """Counts of one worker's part of a table; those of several workers add up."""
+
+    rows: int
+    shared_rows: int
+    bytes: int  # in memory: records, index and sighting counts together
+    born: int
+    evicted: int
+    hot_rows: int = 0  # on disk: rows that are in memory too, or only there so far
+    file_bytes: int = 0
+    hits: int = 0  # rows that a batch found in memory
+    reads: int = 0  # rows that a batch read from the file
+    writes: int = 0  # rows written to the file
+
+    @property
+    def bytes_per_row(self) -> float:
+        return self.bytes / max(1, self.rows + self.shared_rows)
+
+
+class TableStore:
+    """One worker's part of one table. A row and its optimizer state lie together in one record of `record_words`.
+
+    resolve, fill, write_back and everything else that finds or moves rows belong to one thread, the store lane. `update`
+    and reads of rows may run in another one at the same time, for rows of another batch.
+    """
+
+    buffered: bool  # whether a batch works on copies (fill, write_back), or on the rows themselves
+
+    def __init__(self, table: Table, directory: Directory, *, seed: int) -> None:
+        self.table = table
+        self.seed = seed
+        self.directory = directory
+        self.births: list[Births] = []  # of the last resolve
+        self.updates = 0
+        self.lr = table.optimizer.lr
+        self.half = table.dtype.itemsize == 2
+        self._value_words = (table.dim + 1) // 2 if self.half else table.dim
+        self._state_floats = table.optimizer.state_floats(table.dim)
+        self.record_words = self._value_words + self._state_floats
+        self._birth_scratch = np.empty(table.dim, np.float32)
+        self._update_scratch = update.scratch_for(table.dim)
+
+    def __len__(self) -> int:
+        """Rows that keys have of their own, those past their ttl included until somebody looks; see `stats`."""
+        return len(self.directory)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several keys of a batch may resolve to one position."""
+        return self.directory.shares_rows
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Like resolve, but changes nothing: -1 where there is no row. For evaluation."""
+        return self.directory.find(keys)
+
+    def _update(self, rows: Rows, positions: np.ndarray, grads: Gradients, scale: float) -> None:
+        self.updates += 1
+        optimizer, f32 = self.table.optimizer, np.float32
+        common = (rows, positions, grads, self._update_scratch, f32(scale), f32(self.lr),
+                  f32(optimizer.weight_decay), f32(optimizer.clip))  # fmt: skip
+        match optimizer:
+            case SGD():
+                update.sgd(*common)
+            case Adagrad():
+                update.adagrad(*common, f32(optimizer.eps))
+            case RowwiseAdagrad():
+                update.rowwise_adagrad(*common, f32(optimizer.eps))
+            case Adam():
+                betas = float(optimizer.beta1), float(optimizer.beta2)
+                update.adam(*common, *betas, f32(optimizer.eps), self.updates)
+            case _:
+                raise AssertionError(optimizer)
+
+    # -- first values ------------------------------------------------------------------------------------------------
+
+    def _init(self) -> tuple[bool, float, float]:
+        init = self.table.init
+        return (True, 0.0, init.std) if isinstance(init, Normal) else (False, init.low, init.high)
+
+    def _bear(self, rows: Rows, births: Births) -> None:
+        """Writes first values and first state at births.positions of rows."""
+        normal, a, b = self._init()
+        initial = np.float32(getattr(self.table.optimizer, "initial", 0.0))
+        everyone = np.arange(len(births.keys))
+        birth(rows, births.seed, births.keys, births.positions, everyone, normal, a, b, initial,
+              self._state_floats, self._birth_scratch)  # fmt: skip
+
+    def _read_unborn(self, keys: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+        """out[i] = what keys[i] would read before it has a row, where the position is negative."""
+        if len(positions) and positions.min() < 0:
+            normal, a, b = self._init()
+            if self.shares_rows:
+                first_rows(self.directory.shared_seed, shards(keys), positions, normal, a, b, self.half, out)
+            else:
+                first_rows(self.directory.seed, keys, positions, normal, a, b, self.half, out)
+
+    # -- everything at once: digest, checkpoint ----------------------------------------------------------------------
+
+    def shared_items(self) -> Pairs:
+        """Shards that have a row shared by rare keys, and its position, sorted by shard."""
+        return _sorted(self.directory.shared)
+
+    def sightings(self) -> Pairs:
+        """Keys without a row of their own yet, and the number of steps that used each."""
+        return _sorted(self.directory.sightings)
+
+    def words(self, positions: np.ndarray) -> np.ndarray:
+        """Values and optimizer state at the given positions, as float32 words [n, record_words]."""
+        raise NotImplementedError
+
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Values, optimizer state and counters (if the table evicts) at the given positions, as words [n, words]."""
+        return np.concatenate([self.words(positions), self.directory.counters(positions)], 1)
+
+    @property
+    def saved_words(self) -> int:
+        """Words of a record with its counters."""
+        return self.record_words + (0 if self.table.eviction is None else 2)
+
+    def blocks(self, *, shared: bool = False) -> Iterator[Pairs]:
+        """All keys (or shards) with their `records`, in blocks: a table may be larger than memory."""
+        if not shared:
+            for keys, positions in self.directory.blocks():
+                for start in range(0, len(keys), self._block_rows):
+                    part = slice(start, start + self._block_rows)
+                    yield keys[part], self.records(positions[part])
+            return
+        ids, positions = self.shared_items()
+        for start in range(0, len(ids), self._block_rows):
+            part = slice(start, start + self._block_rows)
+            yield ids[part], self.records(positions[part])
+
+    @property
+    def _block_rows(self) -> int:
+        """Rows of a block: eight megabytes of them."""
+        return max(1, min(BLOCK, (8 << 20) // (self.record_words * 4)))
+
+    def put(self, keys: np.ndarray, rows: np.ndarray, *, shared: bool = False) -> None:
+        """Adds rows (what `records` gave) of keys, or of shards, that have none yet."""
+        raise NotImplementedError
+
+    def put_sightings(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        self.directory.sightings.insert(keys, counts, np.arange(len(keys)))
+
+    def resume(self, *, updates: int, step: int) -> None:
+        """After the last `put`: goes on after so many updates, of which `step` was the last."""
+        self.updates, self.directory.step = updates, step
+
+    def restore(self, items: Pairs, shared: Pairs, sightings: Pairs, *, updates: int, step: int) -> None:
+        """Puts (keys, records), (shards, records) and (keys, counts) into an empty store."""
+        assert self.directory.used == 0
+        self.put(*items)
+        self.put(*shared, shared=True)
+        self.put_sightings(*sightings)
+        self.resume(updates=updates, step=step)
+
+    def digest(self) -> tuple[int, int]:
+        """Two 64-bit sums over (key, row, optimizer state); sums of several workers add up (mod 2^64)."""
+        out = np.zeros(2, np.uint64)
+        for tag, shared in zip(self.directory.tags, (False, True), strict=True):
+            for keys, rows in self.blocks(shared=shared):
+                records.digest(keys, np.ascontiguousarray(rows[:, : self.record_words]), tag, out)
+        return int(out[0]), int(out[1])
+
+
+def _sorted(index: HashIndex) -> Pairs:
+    keys, positions = index.items()
+    order = np.argsort(keys)
+    return keys[order], positions[order]

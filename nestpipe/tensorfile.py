@@ -1,0 +1,100 @@
+"""Safetensors files in parts: written and read a block at a time, so that a tensor may be larger than memory.
+
+The format: eight bytes with the length of a JSON header, the header with the type, shape and place of each tensor, the bytes.
+The library's own functions want whole tensors, or map the file, which counts as memory of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+TYPES: dict[str, type] = {"I64": np.int64, "F32": np.float32}
+NAMES = {kind: name for name, kind in TYPES.items()}
+
+
+class _TensorFile:
+    def __init__(self, path: Path, mode: str) -> None:
+        self._file: Any = path.open(mode)  # buffered, in bytes
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class TensorWriter(_TensorFile):
+    """layout: type and shape of each tensor; their rows are appended in any order, and must all be there at the end."""
+
+    def __init__(self, path: Path, layout: Mapping[str, tuple[type, tuple[int, ...]]]) -> None:
+        header: dict[str, Any] = {}
+        self._next: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        offset = 0
+        for name, (kind, shape) in layout.items():
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize
+            header[name] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+            self._next[name], self._end[name] = offset, offset + num_bytes
+            offset += num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that tensors start at a multiple of eight, as the format asks
+        super().__init__(path, "wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._data = 8 + len(text)
+        self._layout = layout
+
+    def append(self, name: str, rows: np.ndarray) -> None:
+        kind, shape = self._layout[name]
+        assert rows.dtype == kind and rows.shape[1:] == shape[1:]
+        self._file.seek(self._data + self._next[name])
+        self._file.write(np.ascontiguousarray(rows).data)
+        self._next[name] += rows.nbytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            assert self._next == self._end, "rows came or went while they were being saved"
+
+
+class TensorReader(_TensorFile):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+        self._path = path
+        try:
+            length = int.from_bytes(self._file.read(8), "little")
+            size = os.fstat(self._file.fileno()).st_size
+            if length > size:
+                raise ValueError("the header is longer than the file")
+            self._header = json.loads(self._file.read(length))
+            self._data = 8 + length
+            needed = max((entry["data_offsets"][1] for entry in self._header.values() if "dtype" in entry), default=0)
+            if self._data + needed > size:
+                raise ValueError(f"{self._data + needed} bytes are expected, {size} are there")
+        except (ValueError, KeyError, TypeError) as error:
+            self._file.close()
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header[name]["shape"])
+
+    def read(self, name: str, first: int, last: int) -> np.ndarray:
+        """Rows first to last (not included) of a tensor; fewer at its end."""
+        entry = self._header[name]
+        kind, (length, *rest) = np.dtype(TYPES[entry["dtype"]]), entry["shape"]
+        row_bytes = kind.itemsize * int(np.prod(rest, dtype=np.int64))
+        out = np.empty((max(0, min(last, length) - first), *rest), kind)
+        self._file.seek(self._data + entry["data_offsets"][0] + first * row_bytes)
+        if out.size and self._file.readinto(out.data) != out.nbytes:
+            raise ValueError(f"{self._path} ended while {name!r} was read")
+        return out

@@ -1,0 +1,28 @@
+"""What ran when: recorded operations as a Perfetto file, a picture and a table.
+
+`record` is the file format that the engine writes and everything here reads; `times` says how long each lane was
+busy, idle and exposed; `chrome` and `picture` make the files that one looks at; `printout` does it all for a run.
+"""
+
+from nestpipe.trace.chrome import to_chrome
+from nestpipe.trace.picture import draw
+from nestpipe.trace.printout import report
+from nestpipe.trace.record import COMPUTE, Event, RankTrace, clear, read, save, wall_offset_ns
+from nestpipe.trace.times import LaneTime, OpTime, RankSummary, summary
+
+__all__ = [
+    "COMPUTE",
+    "Event",
+    "LaneTime",
+    "OpTime",
+    "RankSummary",
+    "RankTrace",
+    "clear",
+    "draw",
+    "read",
+    "report",
+    "save",
+    "summary",
+    "to_chrome",
+    "wall_offset_ns",
+]

@@ -1,0 +1,288 @@
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from nestpipe.batch import Batch, Jagged
+from nestpipe.data import DATASETS
+from nestpipe.data.reader import in_process
+from nestpipe.engine.loader import Loader
+
+WORLD = 3
+
+
+def batch_of(number: int) -> Batch:
+    return Batch({"f": Jagged.from_lists([[number, number + 1], []])})
+
+
+def counting():
+    return (batch_of(number) for number in itertools.count())
+
+
+def failing(error):
+    yield batch_of(0)
+    raise error
+
+
+def waiting():
+    yield batch_of(0)
+    time.sleep(1000)
+
+
+class TwoArguments(Exception):
+    """Cannot be made from its message alone, so that it does not survive pickling."""
+
+    def __init__(self, left, right):
+        super().__init__(f"{left} is not {right}")
+
+
+def failing_oddly():
+    raise TwoArguments("this", "that")
+    yield
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ends(pid: int, *, seconds: float = 5.0) -> bool:
+    until = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def parts(batch: Batch) -> dict[str, torch.Tensor]:
+    found = {}
+    for kind, group in (("keys", batch.keys), ("dense", batch.dense), ("", {"labels": batch.labels})):
+        for name, part in group.items():
+            if isinstance(part, Jagged):
+                found |= {f"{kind} {name} {field}": one for field, one in vars(part).items() if one is not None}
+            elif part is not None:
+                found[f"{kind} {name}"] = part
+    return found
+
+
+def assert_same(left: Batch, right: Batch) -> None:
+    ours, theirs = parts(left), parts(right)
+    assert list(ours) == list(theirs)
+    for name, one in ours.items():
+        assert (one.dtype, one.shape) == (theirs[name].dtype, theirs[name].shape), name
+        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (one, theirs[name])]
+        assert torch.equal(*bits), name
+
+
+@pytest.fixture(scope="module")
+def data_sets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reader")
+    draw = random.Random(0)
+    lines = [f"{user} {' '.join(str(draw.randrange(50)) for _ in range(2 + user % 9))}" for user in range(60)]
+    (folder / "sequences.txt").write_text("\n".join(lines) + "\n")
+    lines = [f"{draw.randrange(20)}::{draw.randrange(50)}::{draw.randrange(1, 6)}::{t}" for t in range(300)]
+    (folder / "ratings.dat").write_text("\n".join(lines) + "\n")
+    numbers = [[str(n % 2), *(str(draw.randrange(99)) for _ in range(13))] for n in range(300)]
+    lines = ["\t".join([*row, *(f"{draw.randrange(1 << 32):08x}" for _ in range(26))]) for row in numbers]
+    (folder / "criteo.tsv").write_text("\n".join(lines) + "\n")
+    head = "user_id,video_id,hourmin,time_ms,is_click,duration_ms,tab\n"
+    lines = [f"{draw.randrange(9)},{draw.randrange(99)},1530,{n},{draw.randrange(2)},900,1" for n in range(300)]
+    (folder / "kuairand.csv").write_text(head + "\n".join(lines) + "\n")
+    lists = pa.array([list(range(n % 4)) for n in range(300)], pa.list_(pa.int64()))
+    columns = {"user": pa.array(range(300)), "liked": lists, "age": pa.array([n / 2 for n in range(300)])}
+    pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=50)
+
+    options = {
+        "synthetic_sequences": {"num_samples": 100, "num_valid_samples": 20, "overlap": 0.5},
+        "synthetic_clicks": {"num_samples": 100, "num_valid_samples": 20, "keys_per_bag": [0, 5]},
+        "sequences": {"path": str(folder / "sequences.txt")},
+        "movielens": {"path": str(folder / "ratings.dat")},
+        "criteo": {"path": str(folder / "criteo.tsv"), "shuffle_buffer": 64, "block_bytes": 2000},
+        "kuairand": {"path": str(folder / "kuairand.csv"), "shuffle_buffer": 64, "block_bytes": 500},
+        "kuairand_sequences": {"path": str(folder / "kuairand.csv")},
+        "parquet": {"path": str(folder / "rows.parquet"), "keys": ["user", "liked"], "dense": ["age"]},
+    }
+    assert options.keys() == DATASETS.keys()
+    return {name: DATASETS[name](**entries) for name, entries in options.items()}
+
+
+def every_batch(data_sets):
+    for data in data_sets.values():
+        for rank, split, epoch in itertools.product(range(WORLD), ("train", "valid"), range(2)):
+            yield from data.batches(split, batch_size=16, rank=rank, world=WORLD, seed=3, epoch=epoch)
+
+
+def test_every_data_set_gives_the_same_bits_on_every_rank_and_epoch_as_without_a_process(data_sets):
+    count = 0
+    for ours, theirs in zip(every_batch(data_sets), in_process(every_batch, data_sets), strict=True):
+        assert_same(ours, theirs)
+        count += 1
+    assert count > 100
+
+
+def test_a_bound_method_is_read_to_its_end_and_stays_there(data_sets):
+    request = {"batch_size": 16, "rank": 0, "world": 1, "seed": 3}
+    reader = in_process(data_sets["synthetic_clicks"].batches, "valid", **request)
+    batches = list(reader)
+    assert [batch.size for batch in batches] == [16, 4]
+    assert next(reader, None) is None
+    assert reader.pid is None
+
+
+def odd_tensors():
+    shared = torch.tensor([0, 1, 3])
+    return [
+        Batch(
+            keys={name: Jagged(torch.tensor([5, 6, 7]), shared, torch.ones(3).bfloat16()) for name in ("a", "b")},
+            dense={
+                "cube": torch.arange(24.0, dtype=torch.float64).view(2, 3, 4),
+                "turned": torch.arange(6).view(3, 2).t(),
+                "mask": torch.tensor([True, False]),
+                "nothing": torch.empty(2, 0),
+            },
+            labels=torch.tensor([0.0, float("nan")]),
+        ),
+        Batch.empty(["a"]),
+    ]
+
+
+def test_tensors_of_any_type_and_shape_arrive_and_can_be_written_to():
+    first, empty = in_process(odd_tensors)
+    expected = odd_tensors()
+    assert_same(first, expected[0])
+    assert_same(empty, expected[1])
+    first.keys["a"].values.zero_()
+    assert first.keys["b"].values.tolist() == [5, 6, 7]
+
+
+def test_an_error_comes_with_its_own_type_and_message_and_the_traceback_below():
+    reader = in_process(failing, KeyError("no such column"))
+    next(reader)
+    with pytest.raises(KeyError) as caught:
+        next(reader)
+    assert caught.value.args == ("no such column",)
+    assert "in failing" in caught.value.__notes__[0]
+    assert next(reader, None) is None  # it is over
+
+
+def test_an_error_that_cannot_be_sent_is_told_all_the_same():
+    with pytest.raises(RuntimeError, match="TwoArguments: this is not that"):
+        next(in_process(failing_oddly))
+
+
+def test_a_request_that_cannot_be_met_is_told_as_it_is_without_a_process(data_sets):
+    with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
+        next(in_process(data_sets["synthetic_clicks"].batches, "train", batch_size=0, rank=0, world=1, seed=0))
+
+
+def test_data_that_cannot_be_sent_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"cannot be sent to a reader process.*top level of a module"):
+        next(in_process(lambda: []))
+
+
+def test_a_killed_reader_is_an_error_at_once():
+    with in_process(waiting) as reader:
+        next(reader)
+        assert reader.pid is not None
+        threading.Timer(0.2, os.kill, (reader.pid, signal.SIGKILL)).start()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="was ended by SIGKILL"):
+            next(reader)
+        assert time.monotonic() - begin < 5
+
+
+def test_a_reader_that_leaves_through_sys_exit_does_not_end_the_trainer():
+    loader = Loader(in_process(failing, SystemExit(3)), ["f"], skip_nonfinite=False, timeout=30)
+    assert loader.next() is not None
+    with pytest.raises(RuntimeError, match="the data source left with SystemExit: 3"):
+        loader.next()
+    loader.close()
+
+
+@pytest.mark.parametrize("make", [counting, waiting])
+def test_an_early_stop_leaves_no_process(make):
+    reader = in_process(make)
+    next(reader)
+    pid = reader.pid
+    reader.close()
+    assert not is_alive(pid)
+    assert next(reader, None) is None
+
+
+def test_a_reader_that_nobody_holds_leaves_no_process():
+    reader = in_process(counting)
+    next(reader)
+    pid = reader.pid
+    del reader
+    gc.collect()
+    assert ends(pid)
+
+
+def test_closing_from_another_thread_ends_a_wait():
+    with in_process(waiting) as reader:
+        next(reader)
+        threading.Timer(0.2, reader.close).start()
+        with pytest.raises(RuntimeError, match="closed while a batch was being read"):
+            next(reader)
+
+
+def read_and_die(pipe):
+    reader = in_process(waiting)
+    next(reader)
+    pipe.send(reader.pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_trainer_that_is_killed_leaves_no_reader():
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    trainer = context.Process(target=read_and_die, args=(theirs,))
+    trainer.start()
+    assert ours.poll(30)
+    pid = ours.recv()
+    trainer.join(30)
+    assert trainer.exitcode == -signal.SIGKILL
+    assert ends(pid)
+
+
+def test_readers_work_beside_busy_threads_and_a_loader_goes_on_where_another_stopped():
+    stop = threading.Event()
+
+    def busy():
+        while not stop.is_set():
+            torch.ones(1000).sum()
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        seen = []
+        with in_process(counting) as reader:
+            for limit in (3, 4):
+                loader = Loader(reader, ["f"], skip_nonfinite=False, timeout=30, limit=limit)
+                while (batch := loader.next()) is not None:
+                    seen.append(batch.keys["f"].values.tolist()[0])
+                loader.close()
+        assert seen == list(range(7))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_the_random_numbers_of_the_trainer_are_left_alone():
+    before = torch.get_rng_state()
+    with in_process(counting) as reader:
+        next(reader)
+    assert torch.equal(before, torch.get_rng_state())

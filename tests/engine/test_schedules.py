@@ -1,0 +1,452 @@
+"""Every schedule against the serial one, to the bit: tiers, optimizers, overlap, births, eviction, delays, ends of data."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import nestpipe.trainer
+from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Output, RowwiseAdagrad, Table, Trainer
+from nestpipe.arena import Arena
+from nestpipe.engine.buffers import DualBuffer
+from nestpipe.engine.engine import Delays
+from nestpipe.engine.step import Context, micro_batch_bounds
+from nestpipe.errors import TrainingError
+from nestpipe.schedule.ops import Task
+from nestpipe.store.disk import DiskStore
+from tests.cluster import Cluster
+
+DIM = 4
+SAMPLES = 6  # of a batch, at most
+OPTIMIZERS = {
+    "sgd": SGD(lr=0.1),
+    "adagrad": Adagrad(lr=0.1),
+    "rowwise": RowwiseAdagrad(lr=0.1),
+    "adam": Adam(lr=0.01),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    schedule: str = "serial"
+    tier: str = "memory"
+    overlap: float = 0.3  # share of a batch's keys that the batch before has
+    steps: int = 100
+    micro_batches: int = 1
+    look_ahead: int | None = None
+    delays: int | None = None  # seed
+    pause_every: int | None = None
+    check_freshness: bool = False
+    broken_sync: bool = False
+
+
+class SmallHotSet(DiskStore):
+    """So few rows in memory that most lookups go to the file."""
+
+    def __init__(self, table: Table, **options: Any) -> None:
+        super().__init__(table, **options, hot_rows=24)
+
+
+def declared(tier: str) -> tuple[list[Table], list[Feature]]:
+    """Every row optimizer, with and without admission and eviction; sequences and bags; two dims, two types."""
+    tables, features = [], []
+    for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
+        for limited in (False, True):
+            table = Table(
+                f"{name}{' limited' if limited else ''}",
+                DIM + 2 * (number % 2),
+                optimizer=optimizer,
+                tier=tier,
+                dtype=torch.bfloat16 if limited and number == 1 else torch.float32,
+                admit_after=1 + limited * (number % 2 + 1),
+                eviction=Eviction(max_rows=140, policy=("lru", "lfu")[number % 2], ttl=(None, 7)[number // 2])
+                if limited
+                else None,
+            )
+            tables.append(table)
+            features.append(Feature(table.name, table.name, (None, "sum", "mean")[(number + limited) % 3]))
+    return tables, features
+
+
+class Model(nn.Module):
+    def __init__(self, features: list[Feature], tables: list[Table]) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.features = features
+        self.out = nn.ModuleDict({t.name.replace(" ", "_"): nn.Linear(t.dim, 1) for t in tables})
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
+        total = torch.zeros(batch.size)
+        for feature in self.features:
+            values = rows[feature.name]
+            if isinstance(values, Jagged):
+                scores = self.out[feature.table.replace(" ", "_")](values.values)[:, 0]
+                total = total.index_add(0, values.sample_ids(), scores)
+            else:
+                total = total + self.out[feature.table.replace(" ", "_")](values)[:, 0]
+        return Output((total - batch.labels) ** 2)
+
+
+def batches(features: list[Feature], case: Case, rank: int, world: int) -> Iterator[Batch]:
+    """Some keys again from the batch before, some from the one before that, the rest new or long unused. The last batches
+    are uneven: ranks end at different steps, and some batches are empty."""
+    rng = np.random.default_rng([9, rank])
+    last: list[np.ndarray] = [np.arange(4), np.arange(4)]
+    for t in range(case.steps - (rank * 3 if world > 1 else 0)):
+        size = int(rng.integers(0, SAMPLES + 1)) if t > case.steps - 20 else SAMPLES
+        keys, fresh_keys = {}, []
+        for feature in features:
+            lengths = rng.integers(0, 4, size)
+            n = int(lengths.sum())
+            new = np.where(rng.random(n) < 0.5, rng.integers(0, 400, n), 1000 + t * 50 + rng.integers(0, 50, n))
+            older = rng.choice(last[-2], n)
+            draw = rng.random(n)
+            values = np.where(draw < case.overlap, rng.choice(last[-1], n), np.where(draw > 0.9, older, new))
+            if case.overlap == 0:
+                values = np.where(np.isin(values, last[-1]), values + 10_000 * (t + 1), values)
+            fresh_keys.append(values)
+            keys[feature.name] = Jagged.from_lengths(torch.from_numpy(values), torch.from_numpy(lengths))
+        used = np.unique(np.concatenate(fresh_keys))
+        last.append(used if len(used) else last[-1])
+        yield Batch(keys, {}, torch.from_numpy(rng.standard_normal(size).astype(np.float32)))
+
+
+def random_delays(seed: int, rank: int) -> Delays:
+    """A third of all operations starts late, or takes long; different on every rank."""
+
+    def delays(task: Task) -> tuple[float, float]:
+        name = zlib.crc32(task.op.name.encode())
+        before, after = np.random.default_rng([seed, rank, name, task.op.batch, task.op.part]).random(2)
+        return (max(0.0, float(before) - 0.66) * 0.008, max(0.0, float(after) - 0.66) * 0.008)
+
+    return delays
+
+
+def make(case: Case) -> tuple[Trainer, list[Feature], str]:
+    tables, features = declared(case.tier)
+    nestpipe.trainer.DiskStore = SmallHotSet
+    # In memory where there is such a folder: the timing of a disk is not what is tested here. (It has no O_DIRECT, so the
+    # files are read through the page cache; tests/store does it the other way.)
+    folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    trainer = Trainer(
+        Model(features, tables),
+        tables,
+        features,
+        dense_optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+        schedule=case.schedule,
+        micro_batches=case.micro_batches,
+        look_ahead=case.look_ahead,
+        storage=folder,
+        check_freshness=case.check_freshness,
+    )
+    if case.delays is not None:
+        trainer._engine.delays = random_delays(case.delays, trainer.rank)
+    return trainer, features, folder
+
+
+def train(case: Case) -> tuple[str, str, int]:
+    """Digest, hash of all losses, steps."""
+    sync = DualBuffer.sync
+    if case.broken_sync:
+        DualBuffer.sync = sync_the_wrong_rows  # type: ignore[method-assign]
+    trainer, features, folder = make(case)
+    losses: list[bytes] = []
+    try:
+        source = batches(features, case, trainer.rank, trainer.world)
+        trainer.fit(source, pause_every=case.pause_every, on_step=lambda r: losses.append(np.float64(r.loss).tobytes()))
+        return trainer.digest(), hashlib.blake2b(b"".join(losses), digest_size=8).hexdigest(), trainer.steps
+    finally:
+        DualBuffer.sync = sync  # type: ignore[method-assign]
+        trainer.close()
+        shutil.rmtree(folder)
+
+
+def sync_the_wrong_rows(self: DualBuffer, batch: int) -> None:
+    buffer = self.of(batch)
+    if len(buffer.went_to):
+        buffer.records[buffer.went_to] = self.of(batch - 1).records[np.roll(buffer.came_from, 1)]
+
+
+SERIAL: dict[tuple[Any, ...], tuple[str, str, int]] = {}
+
+
+def serial(cluster: Cluster, world: int, case: Case) -> tuple[str, str, int]:
+    """What the serial run of the same data gives, in memory."""
+    key = (world, case.overlap, case.steps, case.micro_batches)
+    if key not in SERIAL:
+        plain = Case(overlap=case.overlap, steps=case.steps, micro_batches=case.micro_batches)
+        SERIAL[key] = cluster.run(world, train, plain)[0]
+    return SERIAL[key]
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("schedule", "tier"), [("serial", "disk"), ("dbp", "memory"), ("dbp", "disk")])
+def test_hundred_steps_equal_serial_training_in_memory(
+    cluster: Cluster, schedule: str, tier: str, world: int, overlap: float
+) -> None:
+    """Tables, optimizer state, dense weights and every loss: every row optimizer, births, admission, eviction, ranks that
+    run out of data, and random delays in every lane."""
+    case = Case(schedule, tier, overlap, delays=world if schedule == "dbp" else None)
+    results = cluster.run(world, train, case)
+    assert set(results) == {serial(cluster, world, case)}
+    assert results[0][2] == 100
+
+
+@pytest.mark.parametrize("look_ahead", [1, 2, 7])
+def test_dbp_equals_serial_for_every_look_ahead(cluster: Cluster, look_ahead: int) -> None:
+    case = Case("dbp", "disk", look_ahead=look_ahead, steps=40, delays=look_ahead)
+    assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
+
+
+def test_dbp_equals_serial_with_micro_batches(cluster: Cluster) -> None:
+    case = Case("dbp", "disk", steps=40, micro_batches=3, delays=1)
+    assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
+
+
+def test_pauses_change_nothing(cluster: Cluster) -> None:
+    case = Case("dbp", "disk", steps=40, pause_every=7, delays=2)
+    assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(["memory", "disk"]), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 3))
+def test_no_timing_changes_the_result(cluster: Cluster, seed: int, tier: str, overlap: float, world: int) -> None:
+    case = Case("dbp", tier, overlap, steps=30, delays=seed)
+    assert cluster.run(world, train, case)[0] == serial(cluster, world, case)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+def test_every_row_carries_the_version_that_the_batch_before_left(cluster: Cluster, schedule: str, tier: str) -> None:
+    case = Case(schedule, tier, steps=40, delays=3, check_freshness=True)
+    assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
+
+
+# -- tests of the tests ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [0.3, 1.0])
+def test_a_broken_sync_changes_the_digest(cluster: Cluster, overlap: float) -> None:
+    case = Case("dbp", "disk", overlap, broken_sync=True)
+    assert cluster.run(2, train, case)[0] != serial(cluster, 2, case)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+def test_a_broken_sync_is_caught_by_the_versions(cluster: Cluster, schedule: str) -> None:
+    outcomes = cluster.outcomes(2, train_with_versions_unsynced, Case(schedule, "disk", steps=20, check_freshness=True))
+    assert all(kind == "failed" and "rows that are not fresh" in value[1] for kind, value in outcomes), outcomes
+
+
+def train_with_versions_unsynced(case: Case) -> None:
+    trainer, features, folder = make(case)
+    trainer._ops._versions.sync = lambda *args: None  # type: ignore[union-attr, method-assign]
+    try:
+        trainer.fit(batches(features, case, trainer.rank, trainer.world))
+    finally:
+        trainer.close()
+        shutil.rmtree(folder)
+
+
+def test_stale_is_caught_by_the_versions(cluster: Cluster) -> None:
+    for tier in ("memory", "disk"):
+        outcomes = cluster.outcomes(2, train, Case("stale", tier, 0.3, steps=20, check_freshness=True))
+        assert all(kind == "failed" and "rows that are not fresh" in value[1] for kind, value in outcomes), outcomes
+
+
+# -- stale -------------------------------------------------------------------------------------------------------------
+
+
+def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
+    """One thread, no schedule: batch t + 1 is looked up and its rows are sent right before update t."""
+    trainer, features, folder = make(dataclasses.replace(case, schedule="serial"))
+    ops, losses = trainer._ops, []
+    source = batches(features, case, trainer.rank, trainer.world)
+
+    def open_next(number: int) -> Context | None:
+        batch = next(source, None)
+        has_data = batch is not None
+        batch = Batch.empty([f.name for f in features]) if batch is None else batch
+        ctx = Context(number, batch, micro_batch_bounds(batch.size, 1), Arena(), has_data=has_data)
+        ops.h2d(ctx)
+        if not ops.route(ctx):
+            return None
+        ops.retrieve(ctx)
+        ops.sync(ctx)  # with what the batch before has not changed yet
+        ops.emb(ctx)
+        return ctx
+
+    try:
+        ops.begin()
+        now = open_next(0)
+        for t in itertools.count(1):
+            if now is None:
+                break
+            ops.forward(now, 0)
+            ops.backward(now, 0)
+            ops.agree(now)
+            ops.grad(now)
+            following = open_next(t)
+            losses.append(np.float64(ops.update(now).loss).tobytes())
+            if following is not None:
+                ops.sync(following)  # the update itself is of the row as it is
+            ops.writeback(now)
+            now = following
+        trainer.steps = len(losses)
+        return trainer.digest(), hashlib.blake2b(b"".join(losses), digest_size=8).hexdigest(), len(losses)
+    finally:
+        trainer.close()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_stale_equals_a_stale_run_by_hand_and_not_the_serial_one(cluster: Cluster, world: int, tier: str) -> None:
+    case = Case("stale", tier, 0.3, delays=4)
+    result = cluster.run(world, train, case)[0]
+    assert result == cluster.run(world, train_stale_by_hand, case)[0]
+    assert result[0] != serial(cluster, world, case)[0]
+
+
+def test_stale_equals_serial_where_neighbours_share_no_row_and_dense_weights_stand_still(cluster: Cluster) -> None:
+    """The one thing that is stale is rows: with none in common nothing differs."""
+    case = Case("stale", "memory", 0.0, steps=40)
+    # (Rows shared by rare keys are in common all the same, so tables without admission only.)
+    assert cluster.run(1, rows_without_admission, case) == cluster.run(
+        1, rows_without_admission, dataclasses.replace(case, schedule="serial")
+    )
+
+
+def rows_without_admission(case: Case) -> str:
+    tables, features = (
+        [t for t in declared(case.tier)[0] if t.admit_after == 1 and t.eviction is None],
+        [f for f in declared(case.tier)[1] if "limited" not in f.name],
+    )
+    trainer = Trainer(
+        Model(features, tables),
+        tables,
+        features,
+        dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-2),
+        schedule=case.schedule,
+    )
+    trainer.fit(batches(features, case, 0, 1))
+    return trainer.digest()
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+def fit_until_trouble(case: Case, make_trouble: Callable[[Trainer, Any], Iterator[Batch]]) -> dict[str, Any]:
+    trainer, features, folder = make(case)
+    try:
+        try:
+            trainer.fit(make_trouble(trainer, batches(features, case, trainer.rank, trainer.world)))
+        except TrainingError as error:
+            message = str(error)
+        else:
+            message = ""
+        report: dict[str, Any] = {"message": message, "steps": trainer.steps}
+        try:
+            report["digest"] = trainer.digest()
+        except ValueError as error:
+            report["digest"] = str(error)
+        return report
+    finally:
+        trainer.close()
+        shutil.rmtree(folder)
+
+
+def bad_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
+    for number, batch in enumerate(source):
+        if number == 12 and trainer.rank == 1:
+            raise OSError("the feed broke")
+        yield batch
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_broken_source_ends_all_lanes_on_all_ranks_after_the_batches_before_it(cluster: Cluster, tier: str) -> None:
+    case = Case("dbp", tier, steps=30, delays=5)
+    reports = cluster.run(2, fit_until_trouble, case, bad_source)
+    plain = cluster.run(2, fit_until_trouble, Case(steps=30), bad_source)
+    assert reports[0] == reports[1] == plain[0] and reports[0]["steps"] == 12
+    assert "rank 1, batch 12: OSError: the feed broke" in reports[0]["message"]
+
+
+def bad_label(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
+    for number, batch in enumerate(source):
+        yield dataclasses.replace(batch, labels=batch.labels * 1e38) if number == 12 and trainer.rank == 1 else batch
+
+
+def test_a_bad_loss_ends_all_lanes_on_all_ranks_and_torn_tables_are_not_used_again(cluster: Cluster) -> None:
+    reports = cluster.run(2, fit_until_trouble, Case("dbp", "disk", steps=30, delays=6), bad_label)
+    assert reports[0] == reports[1] and reports[0]["steps"] == 12
+    assert "rank 1, batch 12: the loss of sample" in reports[0]["message"]
+    assert "load a checkpoint into a new trainer" in reports[0]["digest"]
+
+
+def full_disk(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
+    """From batch 12 on the store of rank 1 takes nothing back."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "item.rows")
+
+    for number, batch in enumerate(source):
+        if number == 12 and trainer.rank == 1:
+            trainer._ops.stores[2].write_back = refuse  # type: ignore[union-attr, method-assign]
+        yield batch
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+def test_a_write_back_that_fails_ends_all_ranks_with_its_cause(cluster: Cluster, schedule: str) -> None:
+    reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=30), full_disk)
+    assert reports[0] == reports[1]
+    assert "rank 1" in reports[0]["message"] and "No space left on device" in reports[0]["message"]
+
+
+def full_disk_at_the_end(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
+    return full_disk(trainer, itertools.islice(source, 13))
+
+
+def test_a_last_write_back_that_fails_is_not_lost(cluster: Cluster) -> None:
+    for schedule in ("serial", "dbp"):
+        reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=30), full_disk_at_the_end)
+        assert reports[0] == reports[1] and "No space left on device" in reports[0]["message"]
+
+
+def evaluate_in_the_middle(case: Case) -> str:
+    trainer, features, folder = make(case)
+    seen = []
+
+    def on_step(result: Any) -> None:
+        if result.step % 5 == 4:
+            seen.append(trainer.digest())
+
+    try:
+        trainer.fit(batches(features, case, trainer.rank, trainer.world), on_step=on_step, pause_every=case.pause_every)
+        return str(len(set(seen)))
+    except ValueError as error:
+        return str(error)
+    finally:
+        trainer.close()
+        shutil.rmtree(folder)
+
+
+def test_tables_can_be_looked_at_in_a_pause_and_only_there(cluster: Cluster) -> None:
+    assert cluster.run(1, evaluate_in_the_middle, Case("serial", "disk", steps=20)) == ["4"]
+    assert cluster.run(1, evaluate_in_the_middle, Case("dbp", "disk", steps=20, pause_every=5)) == ["4"]
+    (message,) = cluster.run(1, evaluate_in_the_middle, Case("dbp", "disk", steps=20))
+    assert "pause_every" in message

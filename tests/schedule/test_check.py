@@ -1,0 +1,197 @@
+"""The checker: accepts what is exact, measures what is stale, and names the edge that a broken schedule lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.check import ScheduleError, check, require
+from nestpipe.schedule.ops import (
+    AGREE,
+    BWD,
+    COMPUTE,
+    EMB,
+    FWD,
+    GRAD,
+    H2D,
+    ORDER,
+    PREFETCH,
+    RETRIEVE,
+    ROUTE,
+    SYNC,
+    UPDATE,
+    WRITEBACK,
+    Op,
+    Schedule,
+    Task,
+)
+
+DBP = SCHEDULES["dbp"]()
+
+
+def changed(change: Callable[[int, list[Task]], list[Task]], of: Schedule = DBP) -> Schedule:
+    """A schedule whose steps have gone through change(t, tasks)."""
+
+    def step(t: int) -> Iterator[Task]:
+        yield from change(t, list(of.step(t)))
+
+    return dataclasses.replace(of, name="changed", step=step)
+
+
+def without_edge(name: str, waits_for: str) -> Schedule:
+    def change(t: int, tasks: list[Task]) -> list[Task]:
+        return [
+            task._replace(after=tuple(op for op in task.after if task.op.name != name or op.name != waits_for))
+            for task in tasks
+        ]
+
+    return changed(change)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_serial_is_fresh(micro_batches: int) -> None:
+    verdict = require(SCHEDULES["serial"](micro_batches=micro_batches))
+    assert verdict.problems == [] and verdict.stale_by == 0 and verdict.in_flight == 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("look_ahead", [None, 1, 2, 3, 4, 9])
+def test_dbp_is_fresh_and_bounded_for_every_look_ahead(look_ahead: int | None, micro_batches: int) -> None:
+    verdict = require(SCHEDULES["dbp"](look_ahead=look_ahead, micro_batches=micro_batches))
+    assert verdict.problems == [] and verdict.stale_by == 0
+    # Those ahead, the one that computes, and two at most that are not yet back in their tier.
+    assert verdict.in_flight <= (look_ahead or 4) + 3
+
+
+def test_stale_is_stale_by_one_and_says_so() -> None:
+    schedule = SCHEDULES["stale"]()
+    assert check(schedule).problems == []
+    assert check(schedule).stale_by == schedule.stale_by == 1
+    assert "differs from synchronous training" in schedule.summary
+
+
+def test_a_stale_schedule_that_claims_to_be_fresh_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="stale by 1, not 0"):
+        require(dataclasses.replace(SCHEDULES["stale"](), stale_by=0))
+
+
+EDGES = [(task.op.name, op.name, op.batch - task.op.batch) for task in DBP.tasks for op in task.after]
+
+
+@pytest.mark.parametrize(("name", "waits_for", "shift"), EDGES, ids=[f"{a} after {b}" for a, b, _ in EDGES])
+def test_dbp_without_any_one_of_its_edges_is_refused_and_the_edge_is_named(
+    name: str, waits_for: str, shift: int
+) -> None:
+    problems = check(without_edge(name, waits_for)).problems
+    if name == PREFETCH:
+        assert len(problems) == 1 and problems[0].startswith("unbounded: nothing keeps PREFETCH(t)")
+    else:
+        earlier = f"{waits_for}(t{shift:+d})" if shift else f"{waits_for}(t)"
+        assert any(text.startswith(f"missing edge {earlier} -> {name}(t):") for text in problems), problems
+
+
+def test_a_write_back_after_the_retrieval_that_may_need_it_is_found() -> None:
+    def late(t: int, tasks: list[Task]) -> list[Task]:
+        """On a lane of its own nothing orders it before RETRIEVE."""
+        return [task._replace(lane="writer") if task.op.name == WRITEBACK else task for task in tasks]
+
+    assert any("missing edge WRITEBACK(t-2) -> RETRIEVE(t)" in text for text in check(changed(late)).problems)
+
+
+def test_retrieval_two_batches_ahead_into_two_buffers_is_found() -> None:
+    def early(t: int, tasks: list[Task]) -> list[Task]:
+        return [
+            Task(Op(RETRIEVE, t + 2), "store", (Op(ROUTE, t + 2),)) if task.op.name == RETRIEVE else task
+            for task in tasks
+        ]
+
+    problems = check(changed(early)).problems
+    assert any("RETRIEVE(t)" in text and "buffer" in text for text in problems), problems
+
+
+def test_a_schedule_without_sync_is_refused() -> None:
+    def drop(t: int, tasks: list[Task]) -> list[Task]:
+        kept = [task for task in tasks if task.op.name != SYNC]
+        return [task._replace(after=tuple(op for op in task.after if op.name != SYNC)) for task in kept]
+
+    assert any(text.startswith("no SYNC(t)") for text in check(changed(drop)).problems)
+
+
+def test_sync_before_the_update_is_measured_as_stale() -> None:
+    """Every pair of operations is in some order, so nothing races; but it is the wrong order."""
+
+    def early(t: int, tasks: list[Task]) -> list[Task]:
+        tasks = [task for task in tasks if task.op.name not in (SYNC, UPDATE)]
+        update = [Task(Op(SYNC, t + 1), COMPUTE, (Op(RETRIEVE, t + 1),)), Task(Op(UPDATE, t), COMPUTE)]
+        return [*tasks, *update]
+
+    assert check(changed(early)).stale_by >= 1
+
+
+def test_collectives_of_one_group_on_two_lanes_are_refused() -> None:
+    def split(t: int, tasks: list[Task]) -> list[Task]:
+        return [task._replace(lane="comm", after=(Op(SYNC, t),)) if task.op.name == EMB else task for task in tasks]
+
+    problems = check(changed(split)).problems
+    assert any("group rows" in text and "EMB on lane comm" in text for text in problems), problems
+
+
+def test_a_cycle_is_named() -> None:
+    def knot(t: int, tasks: list[Task]) -> list[Task]:
+        return [task._replace(after=(Op(GRAD, t),)) if task.op == Op(EMB, t) else task for task in tasks]
+
+    (problem,) = check(changed(knot)).problems
+    assert problem.startswith("cycle: ") and "EMB(" in problem and "GRAD(" in problem
+
+
+def test_a_task_that_waits_for_nobodys_operation_is_named() -> None:
+    def odd(t: int, tasks: list[Task]) -> list[Task]:
+        return [task._replace(after=(Op(FWD, t, 7),)) if task.op == Op(GRAD, t) else task for task in tasks]
+
+    assert any("which no step has" in text for text in check(changed(odd)).problems)
+
+
+def test_an_operation_there_twice_is_named() -> None:
+    def twice(t: int, tasks: list[Task]) -> list[Task]:
+        return [*tasks, Task(Op(UPDATE, t), COMPUTE)]
+
+    assert "UPDATE(t) is there twice" in check(changed(twice)).problems
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_schedule_that_lacks_an_operation_is_refused(name: str) -> None:
+    def drop(t: int, tasks: list[Task]) -> list[Task]:
+        return [task for task in tasks if task.op.name != name]
+
+    assert check(changed(drop, SCHEDULES["serial"]())).problems
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_prints_as_one_line_a_lane() -> None:
+    assert str(DBP).splitlines() == [
+        "data     PREFETCH(t+4)",
+        "copy     H2D(t+3)",
+        "keys     ROUTE(t+2)",
+        "store    WRITEBACK(t-1) RETRIEVE(t+1)",
+        "compute  SYNC(t) EMB(t) FWD(t) BWD(t) AGREE(t) GRAD(t) UPDATE(t)",
+    ]
+
+
+def test_unrolling_fills_and_empties_the_pipeline() -> None:
+    tasks = list(DBP.unroll(0, 2))
+    assert [task.op for task in tasks if task.lane == "store"] == [
+        Op(RETRIEVE, 0), Op(RETRIEVE, 1), Op(WRITEBACK, 0), Op(WRITEBACK, 1),
+    ]  # fmt: skip
+    assert {task.op for task in tasks} == {task.op for task in SCHEDULES["serial"]().unroll(0, 2)}
+    assert {H2D, BWD, AGREE} <= {task.op.name for task in tasks}
+
+
+@pytest.mark.parametrize(("name", "look_ahead"), [("serial", 2), ("dbp", 0), ("stale", -1)])
+def test_a_look_ahead_that_does_not_fit_is_refused_with_the_fix(name: str, look_ahead: int) -> None:
+    with pytest.raises(ValueError, match=r"look-?_?ahead.*(leave it out|at least 1)"):
+        SCHEDULES[name](look_ahead=look_ahead)
