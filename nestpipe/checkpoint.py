@@ -24,7 +24,7 @@ from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
 from nestpipe.engine.dense import Dense
-from nestpipe.errors import TrainingError, describe
+from nestpipe.errors import TrainingError
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import NUM_SHARDS, shards
 from nestpipe.store.table_store import TableStore
@@ -76,27 +76,13 @@ def save(
         partial.rename(path)
 
     try:
-        _together(transport, make_folder if first else None)
-        _together(transport, write_tables)
-        _together(transport, write_rest if first else None)
+        transport.together(make_folder if first else None, what="checkpoint")
+        transport.together(write_tables, what="checkpoint")
+        transport.together(write_rest if first else None, what="checkpoint")
     except TrainingError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _together(transport: Transport, work: Callable[[], None] | None) -> None:
-    """Does this worker's part and waits for the others'; what goes wrong on one is raised on all."""
-    problem: Exception | None = None
-    try:
-        if work is not None:
-            work()
-    except Exception as error:
-        problem = error
-    told = transport.gather_objects(None if problem is None else describe(problem))
-    causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if causes:
-        raise TrainingError("checkpoint: " + "\n".join(causes), is_ours=problem is not None) from problem
 
 
 def load(path: Path, stores: Sequence[TableStore], dense: Dense, transport: Transport) -> tuple[int, dict[str, Any]]:
@@ -115,7 +101,7 @@ def load(path: Path, stores: Sequence[TableStore], dense: Dense, transport: Tran
                 raise ValueError(
                     f"table {store.table.name!r}: {what} is {value!r} here but {saved[store.table.name][what]!r} in {path}"
                 )
-    _together(transport, lambda: _read_all(path, manifest, stores, dense, transport))
+    transport.together(lambda: _read_all(path, manifest, stores, dense, transport), what="checkpoint")
     return int(manifest["step"]), manifest["settings"]
 
 

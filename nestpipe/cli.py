@@ -1,4 +1,4 @@
-"""nestpipe train | evaluate | bench"""
+"""nestpipe train | evaluate | trace | bench"""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
                        help="overrides an entry of the config, e.g. train.steps=20")  # fmt: skip
     train.add_argument("--out", type=Path, help="run folder (default: runs/NAME-TIME)")
     train.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    train.add_argument(
+        "--trace", action="store_true", help="record what runs when; look at it with `nestpipe trace RUN`"
+    )
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("evaluate", help="evaluate a finished run")
@@ -48,8 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, metavar="FILE")
     evaluate.set_defaults(command=_evaluate)
 
+    trace = commands.add_parser("trace", help="timeline of a run that was trained with --trace")
+    trace.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    trace.set_defaults(command=_trace)
+
     bench = commands.add_parser("bench", help="side-by-side measurements")
-    bench.add_argument("suite", choices=["kernels", "peers"])
+    bench.add_argument("suite", choices=["kernels", "overlap", "peers", "reading", "storage"])
     bench.add_argument("--json", type=Path, metavar="FILE")
     bench.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
     bench.set_defaults(command=_bench)
@@ -86,14 +93,18 @@ def _train(arguments: argparse.Namespace) -> int:
         if arguments.workers > 1:
             passed = ["train", str(arguments.config), "--out", str(folder)]
             passed += ["--json", str(arguments.json)] if arguments.json else []
+            passed += ["--trace"] if arguments.trace else []
             return _launch(arguments, passed + [text for one in overrides for text in ("--set", one)])
     else:
         folder = arguments.out or Path("runs") / arguments.config.stem
 
     def work() -> None:
-        result = run.train(config.read(arguments.config, overrides), folder=folder, json_file=arguments.json)
+        parsed = config.read(arguments.config, overrides)
+        result = run.train(parsed, folder=folder, json_file=arguments.json, record=arguments.trace)
         if _rank() == 0:
             _tell(result, folder, arguments.json)
+            if arguments.trace:
+                print(f"timeline: nestpipe trace {folder}")
 
     return _worker(work)
 
@@ -125,6 +136,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
                 run.write_json(arguments.json, {"split": split, "metrics": metrics})
 
     return _worker(work)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from nestpipe.trace import report
+
+    return _guard(lambda: print(report(arguments.run)), 0)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -39,13 +39,14 @@ CHOICES: dict[str, dict[str, Collection[str]]] = {
         "dense_optimizer": DENSE_OPTIMIZERS,
         "lr_decay": ("none", "cosine"),
         "on_nonfinite": ("raise", "skip"),
+        "reader": ("thread", "process"),
         "eval_split": data_sets.SPLITS,
     },
     "schedule": {"name": SCHEDULES},
 }
 AT_LEAST_ONE = {
     "train": ("batch_size", "steps", "epochs", "eval_batch_size", "rank_at", "timeout"),
-    "schedule": ("micro_batches",),
+    "schedule": ("micro_batches", "look_ahead"),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,6 +65,7 @@ class TrainSection:
     eval_every: steps between evaluations on "valid"; 0 means none.
     rank_at: the k of HR@k and NDCG@k.
     exclude_seen: leave a user's own history out of the ranking.
+    reader: "thread", or "process": training batches are read in a process of their own, for data made by Python code.
     timeout: seconds a worker waits for another, or for data, before it gives up.
     """
 
@@ -81,6 +83,7 @@ class TrainSection:
     eval_every: int = 0
     rank_at: tuple[int, ...] = (10, 50)
     exclude_seen: bool = True
+    reader: str = "thread"
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -90,10 +93,16 @@ class TrainSection:
 
 @dataclasses.dataclass(kw_only=True)
 class ScheduleSection:
-    """[schedule]"""
+    """[schedule]
+
+    name: see nestpipe.schedule. micro_batches: parts of a batch. look_ahead: batches on their way behind the one that
+    computes; what the schedule needs if left out. check_freshness: debug mode, checks every row that is read.
+    """
 
     name: str = "serial"
     micro_batches: int = 1
+    look_ahead: int | None = None
+    check_freshness: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 class TrainingError(RuntimeError):
     """Training cannot go on. Raised on every worker with the same message, naming rank, batch and cause.
 
-    is_ours: whether this worker has a part in the cause; the others only left because it did.
+    is_ours: whether this worker is the first with a cause, and the one to tell it.
     """
 
     def __init__(self, message: str, *, is_ours: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from nestpipe import trace
 from nestpipe.batch import Batch
-from nestpipe.config import Built, Config, build
+from nestpipe.config import Built, Config, TrainSection, build
+from nestpipe.data import Dataset, reader
 from nestpipe.engine.step import StepResult
 from nestpipe.metrics import AUC, NormalizedEntropy
 from nestpipe.process import join_group
@@ -25,7 +28,7 @@ from nestpipe.trainer import Trainer
 CHECKPOINT = "final"
 
 
-def make_trainer(config: Config) -> tuple[Trainer, Built]:
+def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tuple[Trainer, Built]:
     join_group(config.train.timeout)
     built = build(config)
     trainer = Trainer(
@@ -38,15 +41,30 @@ def make_trainer(config: Config) -> tuple[Trainer, Built]:
         seed=config.train.seed,
         on_nonfinite=config.train.on_nonfinite,
         data_timeout=config.train.timeout,
+        look_ahead=config.schedule.look_ahead,
+        storage=storage,
+        record=record,
+        check_freshness=config.schedule.check_freshness,
     )
     # After the model was built: from here on every rank draws its own dropout.
     torch.manual_seed(config.train.seed * 65_537 + trainer.rank)
     return trainer, built
 
 
-def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, Any]:
-    """Trains, evaluates, saves; returns what `--json` writes."""
-    trainer, built = make_trainer(config)
+def train(config: Config, *, folder: Path, json_file: Path | None, record: bool = False) -> dict[str, Any]:
+    """Trains, evaluates, saves; returns what `--json` writes. record: keeps what ran when, for `nestpipe trace`."""
+    if config.train.reader == "process":
+        reader.prepare()
+    trainer, built = make_trainer(config, storage=folder / "storage", record=record)
+    try:
+        return _train(trainer, built, config, folder=folder, json_file=json_file, record=record)
+    finally:
+        trainer.close()
+
+
+def _train(
+    trainer: Trainer, built: Built, config: Config, *, folder: Path, json_file: Path | None, record: bool
+) -> dict[str, Any]:
     first = trainer.rank == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,13 +80,20 @@ def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, 
         if validate and trainer.steps % validate == 0:
             curves.metrics("valid", evaluate_split(trainer, built, config, "valid"), trainer.steps)
 
+    what = (built.data, config.train, trainer.rank, trainer.world)
     try:
-        fitted = trainer.fit(_epochs(config, built, trainer), steps=config.train.steps, on_step=on_step)
+        with contextlib.ExitStack() as stack:
+            batches: Iterator[Batch] = _epochs(*what)
+            if config.train.reader == "process":
+                batches = stack.enter_context(reader.in_process(_epochs, *what))
+            fitted = trainer.fit(batches, steps=config.train.steps, on_step=on_step, pause_every=validate or None)
         curves.close_bar()
         metrics = evaluate_split(trainer, built, config, config.train.eval_split)
         curves.metrics(config.train.eval_split, metrics, trainer.steps)
     finally:
         curves.close()
+    if record:
+        trainer.save_trace(folder)
     trainer.save(folder / CHECKPOINT)
     digest, stats, sent = trainer.digest(), trainer.table_stats(), trainer.bytes_sent()
     result = {
@@ -96,9 +121,12 @@ def train(config: Config, *, folder: Path, json_file: Path | None) -> dict[str, 
 def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float]:
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint.parent} has no checkpoint {checkpoint.name!r}: the run has not finished")
-    trainer, built = make_trainer(config)
-    trainer.load(checkpoint)
-    return evaluate_split(trainer, built, config, split)
+    trainer, built = make_trainer(config, storage=checkpoint.parent / "storage-of-evaluate")
+    try:
+        trainer.load(checkpoint)
+        return evaluate_split(trainer, built, config, split)
+    finally:
+        trainer.close()
 
 
 def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -> dict[str, float]:
@@ -121,18 +149,12 @@ def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -
     return trainer.evaluate(batches, {"AUC": AUC(), "NE": NormalizedEntropy()})
 
 
-def _epochs(config: Config, built: Built, trainer: Trainer) -> Iterator[Batch]:
-    settings = config.train
+def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int) -> Iterator[Batch]:
     epochs = settings.epochs or (1 if settings.steps is None else None)
     for epoch in itertools.count() if epochs is None else range(epochs):
         empty = True
-        for batch in built.data.batches(
-            "train",
-            batch_size=settings.batch_size,
-            rank=trainer.rank,
-            world=trainer.world,
-            seed=settings.seed,
-            epoch=epoch,
+        for batch in data.batches(
+            "train", batch_size=settings.batch_size, rank=rank, world=world, seed=settings.seed, epoch=epoch
         ):
             empty = False
             yield batch
@@ -143,6 +165,7 @@ def _epochs(config: Config, built: Built, trainer: Trainer) -> Iterator[Batch]:
 def _set_aside(folder: Path) -> None:
     """An earlier run's result must not stand beside this one's; its checkpoint is kept under another name."""
     (folder / "result.json").unlink(missing_ok=True)
+    trace.clear(folder)
     if (folder / CHECKPOINT).exists():
         free = (folder / f"{CHECKPOINT}-{number}" for number in itertools.count(1))
         (folder / CHECKPOINT).rename(next(path for path in free if not path.exists()))

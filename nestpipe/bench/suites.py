@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nestpipe.bench import kernels
 from nestpipe.run import write_json
+
+SUITES = {
+    "kernels": "nestpipe.bench.kernels",
+    "overlap": "nestpipe.bench.overlap",
+    "peers": "nestpipe.bench.peers.suite",
+    "reading": "nestpipe.bench.reading",
+    "storage": "nestpipe.bench.storage",
+}
 
 
 def run(suite: str, *, json_file: Path | None, quick: bool) -> None:
-    if suite == "kernels":
-        results: dict[str, Any] = kernels.run(quick=quick)
-        text = kernels.table(results)
-    else:
-        from nestpipe.bench.peers import suite as peers
-
-        results = peers.run(quick=quick)
-        text = peers.table(results)
-    print(text)
+    module = importlib.import_module(SUITES[suite])
+    results: dict[str, Any] = module.run(quick=quick)
+    print(module.table(results))
     if json_file is not None:
         machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__}
         write_json(json_file, {"suite": suite, "quick": quick, "machine": machine, "results": results})

@@ -17,13 +17,13 @@ def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -
     def how(name: str) -> str:
         task = tasks[name]
         if task.lane == COMPUTE:
-            return "exposed: on the compute lane"
+            return "on the compute lane (exposed)"
         return f"{relative(task.op)} hidden behind the compute of t (lane {task.lane})"
 
     device_text = "nothing to do: the device is the CPU" if device.type == "cpu" else how(op.H2D)
     lines = [
         f"schedule {schedule.name}, {schedule.micro_batches} micro-batch(es): {schedule.summary}",
-        f"  data: a thread (or process) of its own reads ahead; {how(op.PREFETCH)}",
+        f"  data: read ahead in a thread or process of its own; {how(op.PREFETCH)}",
         f"  copy to the device: {device_text}",
         f"  key routing: {how(op.ROUTE)}",
     ]

@@ -70,9 +70,10 @@ class Engine:
         if self._held is not None:
             on_step(self._held)
 
-    def recorded(self, *, rank: int, world: int) -> RankTrace:
+    def recorded(self, *, rank: int, world: int, clear: bool = False) -> RankTrace:
+        """What ran when, since the start or since it was cleared."""
         assert self._events is not None, "the engine was made without trace=True"
-        return RankTrace(
+        trace = RankTrace(
             rank=rank,
             world=world,
             schedule=self.schedule.name,
@@ -82,6 +83,10 @@ class Engine:
             events=list(self._events),
             dropped=self._num_events - len(self._events),
         )
+        if clear:
+            self._events.clear()
+            self._num_events = 0
+        return trace
 
     # -- one task ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from nestpipe.batch import Batch, Jagged, Output
 from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.versions import Versions
-from nestpipe.errors import TrainingError, describe
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.source import SourceRoute, payload_layout
@@ -350,9 +349,7 @@ class StepOperations:
 
 def leave_together(transport: Transport, ctx: Context) -> None:
     """Raises the same error on every worker: all causes, by rank."""
-    messages = transport.gather_objects(None if ctx.error is None else describe(ctx.error))
-    causes = [f"rank {rank}, batch {ctx.step}: {text}" for rank, text in enumerate(messages) if text is not None]
-    raise TrainingError("\n".join(causes), is_ours=ctx.error is not None) from ctx.error
+    transport.raise_together(ctx.error, what=f"batch {ctx.step}")
 
 
 def micro_batch_bounds(size: int, count: int) -> list[int]:

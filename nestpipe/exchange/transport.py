@@ -56,14 +56,19 @@ class Transport:
         return values
 
     def together(self, work: Callable[[], object] | None, *, what: str) -> None:
-        """Does this worker's part and waits for the others'; what goes wrong on one is raised on all, after `what`."""
+        """Does this worker's part and waits for the others'; what goes wrong on one is raised on all."""
         problem: Exception | None = None
         try:
             if work is not None:
                 work()
         except Exception as error:
             problem = error
+        self.raise_together(problem, what=what)
+
+    def raise_together(self, problem: BaseException | None, *, what: str) -> None:
+        """Raises the same TrainingError on every worker if one has a problem: all causes, by rank."""
         told = self.gather_objects(None if problem is None else describe(problem))
-        causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        causes = [(rank, text) for rank, text in enumerate(told) if text is not None]
         if causes:
-            raise TrainingError(f"{what}: " + "\n".join(causes), is_ours=problem is not None) from problem
+            message = "\n".join(f"rank {rank}, {what}: {text}" for rank, text in causes)
+            raise TrainingError(message, is_ours=self.rank == causes[0][0]) from problem

@@ -211,7 +211,9 @@ def birth(rows, seed, keys, positions, born, normal, a, b, initial, state_floats
             bits = carray(half_pointer(here), dim)
             for d in range(dim):
                 bits[d] = narrow(scratch[d])
-            if dim & 1:  # the other half of the last word: whatever was in memory would be part of digest and checkpoint
+            if (
+                dim & 1
+            ):  # the other half of the last word: whatever was in memory would be part of digest and checkpoint
                 carray(half_pointer(here + dim * 2), 1)[0] = 0
         else:
             values = carray(float_pointer(here), dim)

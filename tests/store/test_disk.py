@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nestpipe.errors import StorageError
-from nestpipe.kernels.rows import rows_of
+from nestpipe.kernels.rows import NONE, gather, rows_of
 from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from nestpipe.store import chunks, disk, rowfile
 from nestpipe.store.disk import DiskStore
@@ -255,10 +255,17 @@ class Gate:
         self.open, self.reached = threading.Event(), threading.Event()
         write = store.file.write
 
-        def wait(*args) -> None:
+        def wait(positions, keys, slots, rows) -> None:
+            def records() -> np.ndarray:
+                out = np.empty((len(slots), store.record_words), np.float32)
+                gather(rows, slots, NONE, out)
+                return out
+
+            before = records()
             self.reached.set()
             assert self.open.wait(20)
-            write(*args)
+            assert same_bits(records(), before), "a row was changed while it was being written"
+            write(positions, keys, slots, rows)
 
         monkeypatch.setattr(store.file, "write", wait)
 
@@ -278,6 +285,8 @@ def test_rows_being_written_are_read_and_changed_meanwhile(make: Make, monkeypat
         train(one, writing, 3, grad=-0.5)
     assert same_bits(values_of(store, writing), values_of(memory, writing))
     gate.open.set()
+    store._hot.drain()
+    assert same_bits(values_of(store, writing), values_of(memory, writing))  # not what is in the file now
     for one in (store, memory):
         for step in range(4, 12):
             train(one, list(range(step * 10, step * 10 + 10)), step)
@@ -295,6 +304,14 @@ def test_a_store_waits_when_rows_come_faster_than_they_are_written(make: Make, m
     gate.open.set()
     trainer.join(20)
     assert not trainer.is_alive() and len(store) == 48
+
+
+def test_a_row_that_is_put_again_does_not_make_room_for_its_neighbour(make: Make) -> None:
+    store, memory = make(hot_rows=8), MemoryStore(Table("item", 3, optimizer=ADAGRAD), seed=7)
+    for step, keys in enumerate([*([key] for key in range(8)), [0, 100]]):  # full; then its coldest row, and a new one
+        for one in (store, memory):
+            train(one, keys, step)
+    assert store.digest() == memory.digest()
 
 
 # -- trouble with the file -------------------------------------------------------------------------------------------
@@ -568,18 +585,18 @@ def test_a_budget_that_the_index_eats_up_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 20)
-    store = DiskStore(make_table(memory="5MB"), seed=7, folder=tmp_path)
+    store = DiskStore(make_table(memory="9MB"), seed=7, folder=tmp_path)
     try:
         for step in range(2):
             store.resolve(np.arange(step * 10_000, step * 10_000 + 10_000), step)
         message = (
-            r"'item': memory='5MB' is too little: .* the index of 120,000 keys takes .*give it memory='\d+MB' or more"
+            r"'item': memory='9MB' is too little: .* the index of 120,000 keys takes .*give it memory='\d+MB' or more"
         )
         with pytest.raises(ValueError, match=message):
             store.resolve(np.arange(20_000, 120_000), 2)
     finally:
         store.close()
-    with pytest.raises(ValueError, match="give it memory='4MB' or more"):
+    with pytest.raises(ValueError, match="give it memory='5MB' or more"):
         DiskStore(make_table(memory=100_000), seed=7, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 

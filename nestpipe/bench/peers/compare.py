@@ -21,8 +21,8 @@ from torch import nn
 from nestpipe.batch import Batch
 from nestpipe.bench.alternate import alternate
 from nestpipe.bench.peers.dense_only import DenseOnly
-from nestpipe.bench.peers.worker import run_workers
 from nestpipe.bench.peers.workloads import WORKLOADS, Workload
+from nestpipe.bench.workers import run_workers
 from nestpipe.trainer import Trainer
 
 PIPELINES = ("base", "sparse_dist")
