@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import logging
 import sys
 import time
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 from nestpipe import checkpoint, process, trace
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, NotFinite
-from nestpipe.engine.dense import Dense, checked_output
+from nestpipe.engine.dense import Dense, checked_output, refuse_batch_norm
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.engine import Engine
+from nestpipe.engine.evaluation import judge_all, lookup
 from nestpipe.engine.loader import Loader, checked
-from nestpipe.engine.step import Context, StepOperations, StepResult, Store
+from nestpipe.engine.step import StepOperations, StepResult, Store
 from nestpipe.engine.versions import Versions
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
@@ -115,7 +115,7 @@ class Trainer:
         self._data_timeout = data_timeout
         self._names = [feature.name for feature in features]
         if self.world > 1 or micro_batches > 1:
-            _refuse_batch_norm(model)
+            refuse_batch_norm(model)
         self._dense = Dense(model, dense_optimizer, self.group)
         stores: list[Store] = []
         self._rows.together(
@@ -325,44 +325,8 @@ class Trainer:
         return {name: metric.compute(group=self.group) for name, metric in metrics.items()}
 
     def _judge(self, batches: Iterable[Batch], judge: Callable[[Batch, dict[str, Any]], None]) -> None:
-        """Calls judge(batch, rows) for each batch of this worker, and serves rows until no worker has batches left.
-        What goes wrong on one worker is raised on all."""
         loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                for number in itertools.count():
-                    batch, error = None, None
-                    try:
-                        batch = loader.next()
-                    except Exception as problem:
-                        error = problem
-                    ctx = self._lookup(self._ops, batch, error, number=number)
-                    if ctx is None:
-                        return
-                    try:
-                        if ctx.batch.size:
-                            judge(*self._ops.inputs(ctx, 0, train=False))
-                    except Exception as problem:
-                        ctx.error = problem
-                    self._ops.agree(ctx)
-        finally:
-            loader.close()
-            self.model.train()
-
-    def _lookup(
-        self, ops: StepOperations, batch: Batch | None, error: BaseException | None = None, *, number: int = 0
-    ) -> Context | None:
-        """The context of a batch whose rows have been read, or None if no worker has one."""
-        has_data = batch is not None
-        batch = Batch.empty([f.name for f in ops.plan.features]) if batch is None else batch
-        ctx = Context(number, batch, [0, batch.size], self._arena, error=error, has_data=has_data)
-        ops.h2d(ctx)
-        if not ops.route(ctx):
-            return None
-        ops.read(ctx)
-        ops.emb(ctx, train=False)
-        return ctx
+        judge_all(self._ops, self._arena, self.model, loader, judge)
 
     def rows(self, table: str, keys: Tensor) -> Tensor:
         """The rows of any keys, [len(keys), dim], from whichever workers hold them. Every worker must call it.
@@ -378,7 +342,7 @@ class Trainer:
             batch = checked(Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}), ["keys"])
         except Exception as problem:
             error = problem
-        ctx = self._lookup(ops, batch, error)
+        ctx = lookup(ops, self._arena, batch, error)
         assert ctx is not None
         return ops.inputs(ctx, 0, train=False)[1]["keys"].values
 
@@ -439,13 +403,3 @@ class Trainer:
     def describe(self) -> list[str]:
         """What travels how, and what is overlapped, per table and stage: one line each."""
         return [*self._ops.plan.describe(), *overlap(self._engine.schedule, self._ops.stores, self._dense.device)]
-
-
-def _refuse_batch_norm(model: nn.Module) -> None:
-    """It mixes the samples of a batch, so splitting the batch over workers or micro-batches would change the model."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
-                f"the model's {name or type(module).__name__} is a batch norm, which mixes samples: its result would depend "
-                f"on how the batch is split over workers and micro-batches; use LayerNorm, or one worker and micro_batches=1"
-            )

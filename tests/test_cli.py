@@ -117,6 +117,37 @@ def test_evaluate_gives_the_metrics_of_the_run_also_when_its_folder_was_used_bef
     assert read(judged)["split"] == "valid"
 
 
+def test_every_schedule_tier_and_reader_ends_with_the_same_digest_and_a_trace_shows_it(
+    clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under dbp, with evaluations in between, on disk, read by another process; and evaluated again from its checkpoint."""
+    plain, out = tmp_path / "plain", tmp_path / "dbp"
+    assert run("train", clicks, "--out", plain, "--set", "train.eval_every=5") == 0
+    disk = ("--set", "tables.f*.tier=disk", "--set", "tables.f*.memory=100MB", "--set", "train.reader=process")
+    assert run("train", clicks, "--out", out, "--schedule", "dbp", "--trace", "--set", "train.eval_every=5", *disk) == 0
+    ours, theirs = read(out / "result.json"), read(plain / "result.json")
+    assert ours["digest"] == theirs["digest"] and ours["metrics"] == theirs["metrics"] and ours["schedule"] == "dbp"
+    assert not list((out / "storage").iterdir())  # working files are gone
+
+    capsys.readouterr()
+    assert run("trace", out) == 0
+    told = capsys.readouterr().out
+    assert "RETRIEVE(t+1)" in told and "exposed" in told and "store" in told
+    names = {event.get("name") for event in read(out / "trace.json")["traceEvents"]}
+    assert {"PREFETCH", "RETRIEVE", "FWD", "UPDATE"} <= {str(name).split()[0] for name in names}
+    assert (out / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+    assert run("evaluate", out, "--json", tmp_path / "judged.json") == 0
+    assert read(tmp_path / "judged.json")["metrics"] == ours["metrics"]
+
+
+def test_a_trace_of_a_run_without_one_says_how_to_record_it(
+    clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("trace", tmp_path) == 1
+    assert "--trace" in capsys.readouterr().err
+
+
 def test_evaluate_of_what_is_no_finished_run_says_so(
     clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

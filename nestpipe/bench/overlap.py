@@ -48,7 +48,7 @@ class Size:
 
 
 FULL = Size(rows=2_000_000, memory="96MB", samples=256, keys=16, rounds=5, steps=30)
-QUICK = Size(rows=20_000, memory="24MB", samples=32, keys=8, rounds=2, steps=14)
+QUICK = Size(rows=100_000, memory="24MB", samples=32, keys=8, rounds=2, steps=14)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _measure(size_values: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _layers(size: Size, folder: Path) -> tuple[int, int]:
-    """Depths that make compute 2 times, and half of, the lookup of a serial step."""
+    """Depths that make compute 2 times, and a tenth of, the lookup of a serial step."""
     few, many = (Contestant("serial", size, layers, folder) for layers in (1, 9))
     for contestant in (few, many):
         contestant.block()
@@ -167,7 +167,7 @@ def _layers(size: Size, folder: Path) -> tuple[int, int]:
         contestant.trainer.close()
     per_layer = max(1e-3, (b["compute"] - a["compute"]) / 8)
     # Computed from figures of all ranks, so it is the same on all.
-    return max(2, round(2.0 * a["lookup"] / per_layer)), max(1, round(0.4 * a["lookup"] / per_layer))
+    return max(2, round(2.0 * a["lookup"] / per_layer)), max(1, round(0.1 * a["lookup"] / per_layer))
 
 
 def _worst(mine: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Kernels that read and write rows in a file, without the GIL: blocks with pread and pwrite, each slot verified.
+"""The kernel that reads and writes rows in a file, without the GIL: many blocks under way at once, each slot verified.
 
 Position p has slot p % per_block of block p // per_block. A slot is the record's words, its key (int64) and a 64-bit
 checksum over table, position, key and words. Blocks are multiples of 4 KiB and start at multiples of 4 KiB, as is the
@@ -15,6 +15,8 @@ from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from nestpipe.kernels import aio
+from nestpipe.kernels.aio import READ, WRITE
 from nestpipe.kernels.jit import float_pointer, inlined, int_pointer, kernel
 from nestpipe.kernels.keys import mix
 from nestpipe.kernels.rows import address
@@ -103,6 +105,13 @@ def _fail(failure, code, position, detail, key):
 
 
 @inlined
+def _slot(layout, position, first, blocks):
+    """Where the slot of a position lies, if block `first` was read to the address `blocks`."""
+    in_block = position % layout.per_block * (layout.words * 4 + 16)
+    return blocks + (position // layout.per_block - first) * layout.block_bytes + in_block
+
+
+@inlined
 def _run_end(layout, positions, i, most):
     """The first index after i whose block is not in the same or the next blocks as those before; at most `most` blocks."""
     first = positions[i] // layout.per_block
@@ -118,78 +127,118 @@ def _run_end(layout, positions, i, most):
 
 
 @kernel
-def read_rows(fd, layout, positions, keys, targets, out, bounce, bounce_bytes, failure):
-    """out[targets[i]] = the record at positions[i] (ascending), which must be that of keys[i].
-
-    Neighbouring blocks are read together, each block once. Stops at the first slot that is not what it should be.
-    """
-    most = bounce_bytes // layout.block_bytes
-    slot_bytes = layout.words * 4 + 16
-    i = 0
-    while i < len(positions):
-        end = _run_end(layout, positions, i, most)
-        first = positions[i] // layout.per_block
-        num_bytes = (positions[end - 1] // layout.per_block - first + 1) * layout.block_bytes
-        got, error = _transfer(False, fd, bounce, num_bytes, first * layout.block_bytes)
-        if got < num_bytes:
-            _fail(failure, SYSTEM if error else SHORT, positions[i], error if error else got, 0)
+def _verify(layout, positions, keys, places, rows, start, end, blocks, failure):
+    """Copies records start to end out of their blocks; stops at the first slot that is not what it should be."""
+    first = positions[start] // layout.per_block
+    for i in range(start, end):
+        p = positions[i]
+        here = _slot(layout, p, first, blocks)
+        # A slot may start at any multiple of 4: read the two 64-bit numbers by halves.
+        tail = carray(int_pointer(here + layout.words * 4), 4)
+        key = np.int64(np.uint64(np.uint32(tail[0])) | (np.uint64(np.uint32(tail[1])) << np.uint64(32)))
+        stored = np.uint64(np.uint32(tail[2])) | (np.uint64(np.uint32(tail[3])) << np.uint64(32))
+        if checksum(layout, p, key, here) != stored:
+            _fail(failure, DAMAGED, p, 0, key)
             return
-        while i < end:
-            p = positions[i]
-            here = bounce + (p // layout.per_block - first) * layout.block_bytes + p % layout.per_block * slot_bytes
-            # A slot may start at any multiple of 4: read the two 64-bit numbers by halves.
-            tail = carray(int_pointer(here + layout.words * 4), 4)
-            key = np.int64(np.uint64(np.uint32(tail[0])) | (np.uint64(np.uint32(tail[1])) << np.uint64(32)))
-            stored = np.uint64(np.uint32(tail[2])) | (np.uint64(np.uint32(tail[3])) << np.uint64(32))
-            if checksum(layout, p, key, here) != stored:
-                _fail(failure, DAMAGED, p, 0, key)
-                return
-            if key != keys[i]:
-                _fail(failure, OTHER_KEY, p, 0, key)
-                return
-            words = carray(float_pointer(here), layout.words)
-            target = out[targets[i]]
-            for d in range(layout.words):
-                target[d] = words[d]
-            i += 1
+        if key != keys[i]:
+            _fail(failure, OTHER_KEY, p, 0, key)
+            return
+        words = carray(float_pointer(here), layout.words)
+        target = carray(float_pointer(address(rows, places[i])), layout.words)
+        for d in range(layout.words):
+            target[d] = words[d]
 
 
 @kernel
-def write_rows(fd, layout, positions, keys, sources, rows, bounce, bounce_bytes, failure):
-    """Writes record sources[i] of rows, of keys[i], to positions[i] (ascending).
+def _patch(layout, positions, keys, places, rows, start, end, blocks):
+    """Copies records start to end into their blocks."""
+    first = positions[start] // layout.per_block
+    for i in range(start, end):
+        p = positions[i]
+        here = _slot(layout, p, first, blocks)
+        words = carray(float_pointer(here), layout.words)
+        source = carray(float_pointer(address(rows, places[i])), layout.words)
+        for d in range(layout.words):
+            words[d] = source[d]
+        total = checksum(layout, p, keys[i], here)
+        key = np.uint64(keys[i])
+        tail = carray(int_pointer(here + layout.words * 4), 4)
+        tail[0] = np.int32(key)
+        tail[1] = np.int32(key >> np.uint64(32))
+        tail[2] = np.int32(total)
+        tail[3] = np.int32(total >> np.uint64(32))
 
-    Neighbouring blocks go together; blocks that are not written whole are read first and keep their other slots.
+
+@kernel
+def move_rows(writes, fd, layout, positions, keys, places, rows, ring, failure):
+    """Reads record places[i] of rows from positions[i] (ascending), where it must be that of keys[i]; or writes it there.
+
+    Neighbouring blocks go together, each block once; blocks that are not written whole are read first and keep their other
+    slots. After a failure nothing more is begun, and nothing is under way when it returns.
     """
-    most = bounce_bytes // layout.block_bytes
-    slot_bytes = layout.words * 4 + 16
-    i = 0
-    while i < len(positions):
-        end = _run_end(layout, positions, i, most)
-        first = positions[i] // layout.per_block
-        num_blocks = positions[end - 1] // layout.per_block - first + 1
-        num_bytes = num_blocks * layout.block_bytes
-        if end - i < num_blocks * layout.per_block:
-            got, error = _transfer(False, fd, bounce, num_bytes, first * layout.block_bytes)
-            if got < num_bytes:
-                _fail(failure, SYSTEM if error else SHORT, positions[i], error if error else got, 0)
-                return
-        start = i
-        while i < end:
-            p = positions[i]
-            here = bounce + (p // layout.per_block - first) * layout.block_bytes + p % layout.per_block * slot_bytes
-            words = carray(float_pointer(here), layout.words)
-            source = carray(float_pointer(address(rows, sources[i])), layout.words)
-            for d in range(layout.words):
-                words[d] = source[d]
-            total = checksum(layout, p, keys[i], here)
-            key = np.uint64(keys[i])
-            tail = carray(int_pointer(here + layout.words * 4), 4)
-            tail[0] = np.int32(key)
-            tail[1] = np.int32(key >> np.uint64(32))
-            tail[2] = np.int32(total)
-            tail[3] = np.int32(total >> np.uint64(32))
-            i += 1
-        got, error = _transfer(True, fd, bounce, num_bytes, first * layout.block_bytes)
-        if got < num_bytes:
-            _fail(failure, SYSTEM if error else SHORT, positions[start], error if error else got, 0)
+    depth = len(ring.queue)
+    for n in range(depth):
+        ring.idle[n] = n
+    num_idle, queued, flying, i = depth, 0, 0, 0
+    while True:
+        if failure[0]:
+            queued = 0
+        while num_idle and i < len(positions) and not failure[0]:
+            num_idle -= 1
+            n = ring.idle[num_idle]
+            end = _run_end(layout, positions, i, ring.unit_bytes // layout.block_bytes)
+            first = positions[i] // layout.per_block
+            num_blocks = positions[end - 1] // layout.per_block - first + 1
+            whole = writes and end - i == num_blocks * layout.per_block
+            aio.ask(ring, n, fd, WRITE if whole else READ, num_blocks * layout.block_bytes, first * layout.block_bytes)
+            if whole:
+                _patch(layout, positions, keys, places, rows, i, end, ring.requests[n, 3])
+            ring.spans[n, 0], ring.spans[n, 1] = i, end
+            ring.queue[queued] = ring.requests[n].ctypes.data
+            queued += 1
+            i = end
+        if queued + flying == 0:
             return
+        if queued and ring.context:
+            accepted = max(0, aio.submit(ring, queued))  # perhaps not all of them
+            flying += accepted
+            queued -= accepted
+            for k in range(queued):
+                ring.queue[k] = ring.queue[k + accepted]
+        if flying:
+            ended = aio.wait(
+                ring, min(flying, max(1, depth // 4))
+            )  # to be woken seldom, and yet leave enough under way
+            if ended < 0:
+                error = np.int64(_errno())
+                if error == EINTR:
+                    continue
+                _fail(failure, SYSTEM, positions[0], error, 0)  # the context is gone, and what was under way with it
+                return
+            flying -= ended
+        else:  # not a single one is taken: as if it had ended with nothing moved
+            ring.events[0, 0] = (ring.queue[0] - ring.requests.ctypes.data) // 64
+            ring.events[0, 2] = 0
+            ended = 1
+            queued -= 1
+            ring.queue[0] = ring.queue[queued]
+        for e in range(ended):
+            n, moved = ring.events[e, 0], ring.events[e, 2]
+            request, start, end = ring.requests[n], ring.spans[n, 0], ring.spans[n, 1]
+            written = request[2] & WRITE
+            if moved < request[4] and not failure[0]:  # once more, to the end or until the reason is known
+                moved, error = _transfer(written, fd, request[3], request[4], request[5])
+                if moved < request[4]:
+                    _fail(failure, SYSTEM if error else SHORT, positions[start], error if error else moved, 0)
+            if failure[0]:
+                continue
+            if writes and not written:
+                _patch(layout, positions, keys, places, rows, start, end, request[3])
+                request[2] |= WRITE
+                ring.queue[queued] = request.ctypes.data
+                queued += 1
+                continue
+            if not writes:
+                _verify(layout, positions, keys, places, rows, start, end, request[3], failure)
+            ring.idle[num_idle] = n
+            num_idle += 1

@@ -1,7 +1,7 @@
-"""RowFile: records by position in a plain file, read and written in batches by several threads.
+"""RowFile: records by position in a plain file, read and written in batches, with many blocks under way at once.
 
 Why a plain file and not an embedded key-value store: keys are resolved in memory anyway (births, admission and eviction need
-that), so a row's place is a multiplication away, and a read is one pread of the block it lies in.
+that), so a row's place is a multiplication away, and a read is one of the block it lies in.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,13 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from nestpipe.errors import StorageError
-from nestpipe.kernels import blocks
+from nestpipe.kernels import aio, blocks
+from nestpipe.kernels.aio import Ring
 from nestpipe.kernels.blocks import Layout
-from nestpipe.kernels.rows import Rows
+from nestpipe.kernels.rows import Rows, rows_of
 
 PAGE = 4096
 EXTENT_BYTES = 64 << 20  # by which the file grows
-BOUNCE_BYTES = 128 << 10  # what one thread moves at once
+DEPTH, UNIT_BYTES = 128, 16 << 10  # how much is under way, asynchronously: so many pieces of so much at most
+THREADS, BOUNCE_BYTES = 16, 128 << 10  # the same where that cannot be done
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -31,50 +32,46 @@ class RowFile:
     """Working storage for the rows of one table on one worker: empty at the start, deleted by `close`.
 
     The page cache is left out (O_DIRECT) where the file system allows it, so that the memory the table takes is the memory
-    it says; `direct` tells. `read` may run while another thread is in `write`, for other positions: where they share a block,
+    it says; `direct` tells. With it, blocks are moved asynchronously if the system can, by the thread that calls; otherwise
+    by several threads. `read` may run while another thread is in `write`, for other positions: where they share a block,
     the bytes of a position that is not written are written back as they were.
     """
 
-    def __init__(
-        self, path: Path, table: str, *, words: int, tag: np.uint64, readers: int = 16, writers: int = 16
-    ) -> None:
+    def __init__(self, path: Path, table: str, *, words: int, tag: np.uint64) -> None:
         self.path, self.table = path, table
-        self.readers, self.writers = readers, writers
         per_block, block_bytes = block_shape(words * 4 + 16)
         self.layout = Layout(words, per_block, block_bytes, tag)
         self.num_bytes = 0  # allocated so far
         self._fd, self.direct = self._open()
-        bounce = max(BOUNCE_BYTES, block_bytes)
-        self._bounce_bytes = bounce
-        self._bounces = mmap.mmap(-1, bounce * (readers + writers), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._bounce_start = np.frombuffer(self._bounces, np.uint8).ctypes.data
-        self._reading = ThreadPoolExecutor(readers, thread_name_prefix="row-read")
-        self._writing = ThreadPoolExecutor(writers, thread_name_prefix="row-write")
+        self._rings = self._make_rings(), self._make_rings()  # for reading, for writing
+        self._pool = ThreadPoolExecutor(2 * THREADS, thread_name_prefix="row-file")  # starts none that is not needed
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        return len(self._bounces)
+        return sum(ring.nbytes for rings in self._rings for ring in rings)
 
     def describe(self) -> str:
         how = "without the page cache" if self.direct else "through the page cache: this file system refuses O_DIRECT"
+        how += "" if self._rings[0][0].context else f"; by {THREADS} threads"
         return f"{self.path} ({how}; {self.layout.per_block} rows to a block of {self.layout.block_bytes} bytes)"
 
     def read(self, positions: np.ndarray, keys: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
-        """out[targets[i]] = the record of keys[i], which was written at positions[i] (ascending)."""
-        self._run(False, positions, keys, targets, out)
+        """out[targets[i]] = the record of keys[i], which was written at positions[i] (ascending). One thread at a time."""
+        self._run(False, positions, keys, targets, rows_of(out))
 
     def write(self, positions: np.ndarray, keys: np.ndarray, sources: np.ndarray, rows: Rows) -> None:
-        """Puts record sources[i] of rows at positions[i] (ascending), as that of keys[i]. For one thread at a time."""
+        """Puts record sources[i] of rows at positions[i] (ascending), as that of keys[i]. One thread at a time."""
         if len(positions):
             self._grow(int(positions[-1]))
             self._run(True, positions, keys, sources, rows)
 
     def close(self) -> None:
         """Ends its threads and deletes the file."""
-        self._reading.shutdown()
-        self._writing.shutdown()
+        self._pool.shutdown()
         if self._fd >= 0:
+            for ring in (*self._rings[0], *self._rings[1]):
+                ring.close()
             # Deleted while the lock is held: nobody else can have begun to use it.
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
@@ -118,24 +115,32 @@ class RowFile:
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def _run(self, writes: bool, positions: np.ndarray, keys: np.ndarray, places: np.ndarray, other: object) -> None:
+    def _make_rings(self) -> list[Ring]:
+        """One for each thread that moves blocks."""
+        unit = max(UNIT_BYTES, self.layout.block_bytes)
+        ring = aio.make_ring(max(THREADS, DEPTH * UNIT_BYTES // unit), unit, self._fd if self.direct else None)
+        if ring.context:
+            return [ring]
+        return [aio.make_ring(1, max(BOUNCE_BYTES, self.layout.block_bytes)) for _ in range(THREADS)]
+
+    def _run(self, writes: bool, positions: np.ndarray, keys: np.ndarray, places: np.ndarray, rows: Rows) -> None:
         """Cuts a batch between blocks, so that none is read twice or written by two, and gives each thread a part."""
-        pool, num, first = (self._writing, self.writers, self.readers) if writes else (self._reading, self.readers, 0)
-        kernel = blocks.write_rows if writes else blocks.read_rows
+        rings = self._rings[writes]
         in_block = positions // self.layout.per_block
         starts = np.flatnonzero(in_block[1:] != in_block[:-1]) + 1
-        wanted = np.searchsorted(starts, np.arange(1, num) * len(positions) // num)
+        wanted = np.searchsorted(starts, np.arange(1, len(rings)) * len(positions) // len(rings))
         cuts = np.unique(np.concatenate([[0], starts[wanted[wanted < len(starts)]], [len(positions)]]))
         failures = np.zeros((len(cuts), 4), np.int64)
-        jobs = []
-        for n, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
-            bounce = self._bounce_start + (first + n) * self._bounce_bytes
-            part = slice(start, end)
-            jobs.append(
-                pool.submit(kernel, self._fd, self.layout, positions[part], keys[part], places[part], other,
-                            bounce, self._bounce_bytes, failures[n])
-            )  # fmt: skip
-        for job in jobs:
+
+        def move(n: int) -> None:
+            part = slice(cuts[n], cuts[n + 1])
+            blocks.move_rows(writes, self._fd, self.layout, positions[part], keys[part], places[part], rows,
+                             rings[n], failures[n])  # fmt: skip
+
+        others = [self._pool.submit(move, n) for n in range(1, len(cuts) - 1)]
+        if len(positions):
+            move(0)
+        for job in others:
             job.result()
         for n in np.flatnonzero(failures[:, 0])[:1]:
             code, position, detail, found = failures[n].tolist()

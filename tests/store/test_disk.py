@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nestpipe.errors import StorageError
+from nestpipe.kernels import aio
 from nestpipe.kernels.rows import NONE, gather, rows_of
 from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from nestpipe.store import chunks, disk, rowfile
@@ -38,6 +39,14 @@ def small_pieces():
         patch.setattr(chunks, "CHUNK_BYTES", 128)
         patch.setattr(rowfile, "EXTENT_BYTES", 1 << 14)
         yield
+
+
+@pytest.fixture(params=["asynchronous", "threads"])
+def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How blocks are moved: with asynchronous I/O, or as where the system does not have it."""
+    if request.param == "threads":
+        monkeypatch.setattr(aio, "_SETUP", 10**6)  # no such system call
+    return request.param
 
 
 def make_table(**settings) -> Table:
@@ -270,6 +279,7 @@ class Gate:
         monkeypatch.setattr(store.file, "write", wait)
 
 
+@pytest.mark.usefixtures("moving")
 def test_rows_being_written_are_read_and_changed_meanwhile(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, memory = make(hot_rows=32), MemoryStore(Table("item", 3, optimizer=ADAGRAD), seed=7)
     gate = Gate(store, monkeypatch)
@@ -340,6 +350,7 @@ def patch_file(store: DiskStore, offset: int, data: bytes) -> None:
         file.write(data)
 
 
+@pytest.mark.usefixtures("moving")
 @pytest.mark.parametrize("byte", [0, 77, 159, 160, 167, 168, 175])
 def test_one_wrong_byte_is_an_error_with_file_place_table_and_key(make: Make, byte: int) -> None:
     store, cold = cold_store(make)
@@ -378,6 +389,7 @@ def test_a_whole_row_of_another_place_is_not_taken_for_ours(make: Make, tmp_path
         values_of(store, [key])
 
 
+@pytest.mark.usefixtures("moving")
 def test_the_row_of_another_key_at_its_own_place_is_not_taken(make: Make) -> None:
     store, cold = cold_store(make)
     key, position = cold[10].tolist()
@@ -386,6 +398,7 @@ def test_the_row_of_another_key_at_its_own_place_is_not_taken(make: Make) -> Non
         store.words(int64([position]))
 
 
+@pytest.mark.usefixtures("moving")
 def test_a_file_cut_short_is_an_error(make: Make) -> None:
     store, cold = cold_store(make)
     key, position = cold[-1].tolist()
@@ -395,6 +408,7 @@ def test_a_file_cut_short_is_an_error(make: Make) -> None:
         values_of(store, [key])
 
 
+@pytest.mark.usefixtures("moving")
 def test_a_row_that_is_nowhere_is_an_error_and_not_zeros(make: Make) -> None:
     store, cold = cold_store(make)
     start, num_bytes = slot_of(store, int(cold[5][1]))
@@ -414,6 +428,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.usefixtures("moving")
 @pytest.mark.parametrize("how", ["growing", "writing"])
 def test_a_full_disk_is_an_error_that_says_what_to_do_and_loses_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch, how: str
@@ -457,6 +472,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do_and_loses_nothing(
     assert same_bits(values_of(store, keys), values_of(memory, keys))
 
 
+@pytest.mark.usefixtures("moving")
 def test_an_error_of_the_background_is_raised_by_close_and_the_file_is_gone(make: Make) -> None:
     store = make(hot_rows=64)
     train(store, list(range(40)), 0)
@@ -521,28 +537,130 @@ def test_blocks_are_as_small_as_a_disk_reads_and_hold_whole_slots(slot: int, sha
     assert block_shape(slot) == shape
 
 
-@pytest.mark.parametrize("words", [2, 60, 514, 700, 1100])
-def test_a_batch_reads_and_writes_each_block_once_whoever_does_it(tmp_path: Path, words: int) -> None:
-    """Rows written in any order and grouping keep their neighbours; more rows than threads, and fewer."""
-    file = RowFile(tmp_path / "rows", "item", words=words, tag=np.uint64(9), readers=3, writers=2)
-    rng = np.random.default_rng(words)
-    current = np.zeros((300, words), np.float32)
+@contextlib.contextmanager
+def row_file(folder: Path, words: int) -> Iterator[RowFile]:
+    file = RowFile(folder / "rows", "item", words=words, tag=np.uint64(9))
     try:
-        for n in (300, 1, 2, 170, 40, 299):
-            positions = np.sort(rng.permutation(300)[:n])
-            new = rng.standard_normal((n, words)).astype(np.float32)
-            current[positions] = new
-            shuffled = rng.permutation(n)
-            mixed = np.empty_like(new)
-            mixed[shuffled] = new
-            file.write(positions, positions * 7, shuffled, rows_of(mixed))
-            where = np.sort(rng.permutation(300)[: 1 + n // 2])
-            out = np.full((300, words), np.nan, np.float32)
-            file.read(where, where * 7, where, out)
-            assert same_bits(out[where], current[where])
-            assert np.isnan(np.delete(out, where, 0)).all()
+        yield file
     finally:
         file.close()
+
+
+def check_rows(file: RowFile, num_rows: int) -> np.ndarray:
+    """Rows written in any order and grouping keep their neighbours. Returns those of positions 0 to num_rows."""
+    words = file.layout.words
+    rng = np.random.default_rng(words)
+    current = np.zeros((num_rows, words), np.float32)
+    for n in (num_rows, 1, 2, num_rows // 2, num_rows // 9, num_rows - 1, 0):
+        positions = np.sort(rng.permutation(num_rows)[:n])
+        new = rng.standard_normal((n, words)).astype(np.float32)
+        current[positions] = new
+        shuffled = rng.permutation(n)
+        mixed = np.empty_like(new)
+        mixed[shuffled] = new
+        file.write(positions, positions * 7, shuffled, rows_of(mixed))
+        where = np.sort(rng.permutation(num_rows)[: n // 2])
+        out = np.full((num_rows, words), np.nan, np.float32)
+        file.read(where, where * 7, where, out)
+        assert same_bits(out[where], current[where])
+        assert np.isnan(np.delete(out, where, 0)).all()
+    return current
+
+
+@pytest.mark.parametrize("words", [2, 60, 514, 700, 1100])
+@pytest.mark.parametrize("many", [True, False])
+def test_a_batch_reads_and_writes_each_block_once_whoever_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moving: str, words: int, many: bool
+) -> None:
+    """More blocks than threads or than may be under way, and fewer."""
+    monkeypatch.setattr(rowfile, "DEPTH", 128 if many else 3)
+    monkeypatch.setattr(rowfile, "THREADS", 16 if many else 3)
+    with row_file(tmp_path, words) as file:
+        check_rows(file, 300)
+        assert ("by 3 threads" in file.describe()) == (not many and not is_asynchronous(file))
+        assert is_asynchronous(file) == (moving == "asynchronous" and file.direct)
+
+
+def is_asynchronous(file: RowFile) -> bool:
+    return all(len(rings) == 1 and rings[0].context for rings in file._rings)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[RowFile]:
+    """With a row to a block."""
+    with row_file(tmp_path, 1000) as file:
+        if not is_asynchronous(file):
+            pytest.skip("the file system or the system cannot")
+        yield file
+
+
+@pytest.mark.parametrize("taken", ["some", "none"])
+def test_requests_that_the_system_does_not_take_at_once_are_made_later(file: RowFile, taken: str) -> None:
+    """A context for few requests, used for many; and one that is no context."""
+    unit, depth = file.layout.block_bytes, 1000
+    contexts = [1 if taken == "none" else aio.make_ring(1, unit, file._fd).context for _ in range(2)]
+    before = file._rings
+    rings = [aio.make_ring(depth, unit)._replace(context=context) for context in contexts]
+    file._rings = ([rings[0]], [rings[1]])
+    for n in range(depth):
+        aio.ask(rings[0], n, file._fd, aio.READ, unit, 0)
+        rings[0].queue[n] = rings[0].requests[n].ctypes.data
+    accepted = aio.submit(rings[0], depth)
+    assert 0 < accepted < depth if taken == "some" else accepted == -1
+    while taken == "some" and accepted > 0:
+        accepted -= aio.wait(rings[0], 1)
+    check_rows(file, 2000)
+    if taken == "some":
+        for ring in rings:
+            ring.close()
+    file._rings = before
+
+
+def test_nothing_is_under_way_after_an_error_and_reading_goes_on(file: RowFile) -> None:
+    rows = check_rows(file, 1000)
+    out, everyone = np.empty_like(rows), np.arange(1000)
+    for bad in (0, 500, 999):
+        with file.path.open("r+b") as raw:
+            raw.seek(bad * file.layout.block_bytes)
+            raw.write(b"12345678")
+        with pytest.raises(StorageError, match=f"damaged.*key {bad * 7}, byte {bad * file.layout.block_bytes}\\)"):
+            file.read(everyone, everyone * 7, everyone, out)
+        assert aio.wait(file._rings[0][0], 0) == 0
+        file.write(everyone[bad : bad + 1], everyone[bad : bad + 1] * 7, everyone[bad : bad + 1], rows_of(rows))
+        file.read(everyone, everyone * 7, everyone, out)
+        assert same_bits(out, rows)
+    os.truncate(file.path, 999 * file.layout.block_bytes)
+    with pytest.raises(StorageError, match=f"reading ended at byte {999 * file.layout.block_bytes} "):
+        file.read(everyone, everyone * 7, everyone, out)
+    assert aio.wait(file._rings[0][0], 0) == 0
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.usefixtures("moving")
+def test_what_the_system_says_about_a_block_is_told(tmp_path: Path, writes: bool) -> None:
+    with row_file(tmp_path, 1000) as file:
+        rows, everyone = check_rows(file, 300), np.arange(300)
+        what, other, move = (
+            ("writing", os.O_RDONLY, lambda: file.write(everyone, everyone * 7, everyone, rows_of(rows)))
+            if writes
+            else ("reading", os.O_WRONLY, lambda: file.read(everyone, everyone * 7, everyone, rows))
+        )
+        right, file._fd = file._fd, os.open(file.path, other | os.O_DIRECT * file.direct)
+        try:
+            with pytest.raises(StorageError, match=rf"rows: {what} failed: Bad file descriptor \(table 'item'") as told:
+                move()
+            assert told.value.errno == errno.EBADF
+        finally:
+            os.close(file._fd)
+            file._fd = right
+
+
+def test_a_file_that_cannot_be_read_asynchronously_is_noticed(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+    try:
+        assert aio.make_ring(4, 4096, fd).context == 0
+    finally:
+        os.close(fd)
 
 
 # -- the budget ------------------------------------------------------------------------------------------------------
@@ -601,6 +719,7 @@ def test_a_budget_that_the_index_eats_up_is_refused_with_the_numbers(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("moving")
 def test_memory_beyond_the_capacity_goes_back_to_the_system(make: Make) -> None:
     store = make(make_table(dim=1024, optimizer=SGD()), hot_rows=8000)
     keys = list(range(6000))
@@ -626,6 +745,7 @@ def test_the_default_budget_is_a_gigabyte_over_all_workers() -> None:
     assert disk.MIN_ROWS > 0
 
 
+@pytest.mark.usefixtures("moving")
 def test_stats_tell_where_rows_are(make: Make) -> None:
     store = make(hot_rows=16)
     for step in range(3):
