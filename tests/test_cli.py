@@ -281,9 +281,11 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds workers in /proc")
-def test_all_workers_leave_when_one_is_killed(clicks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+def test_all_workers_leave_when_one_is_killed(clicks: Path, tmp_path: Path, schedule: str) -> None:
     out = tmp_path / "run"
-    process = start("train", clicks, "--workers", "2", "--out", out, "--set", "train.steps=100000000")
+    options = ("--schedule", schedule, "--out", out, "--set", "train.steps=100000000")
+    process = start("train", clicks, "--workers", "2", *options)
     try:
         deadline = time.monotonic() + 90
         while not list(out.glob("tensorboard/*")) and process.poll() is None and time.monotonic() < deadline:

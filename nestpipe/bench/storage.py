@@ -50,7 +50,7 @@ class Size:
     steps: int
 
 
-FULL = Size(rows=73_000_000, memory="2GB", new_keys=100_000, keys=8_200, steps=200)
+FULL = Size(rows=73_000_000, memory="2GB", new_keys=100_000, keys=8_200, steps=500)
 QUICK = Size(rows=520_000, memory="64MB", new_keys=10_000, keys=1_000, steps=20)
 
 
@@ -212,13 +212,13 @@ def table(results: dict[str, Any]) -> str:
         f"{size['rows']:,} rows x 64 with row-wise Adagrad state, {size['memory']} of memory each, batches of {size['keys']:,} "
         "uniform keys:",
         "",
-        "| store | read rows/s | write-back rows/s | CPU ms per batch | compute beside it | given its core |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| store | read rows/s | write-back rows/s | both rows/s | CPU ms per batch | compute beside it | given its core |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, one in stores.items():
         lines.append(
-            f"| {name} | {one['read']:,.0f} | {one['write']:,.0f} | {one['cpu_ms']:.0f} | {one['compute']:.0%} "
-            f"| {one['compute_given_cores']:.0%} |"
+            f"| {name} | {one['read']:,.0f} | {one['write']:,.0f} | {one['both']:,.0f} | {one['cpu_ms']:.0f} "
+            f"| {one['compute']:.0%} | {one['compute_given_cores']:.0%} |"
         )
     lines += [
         "",

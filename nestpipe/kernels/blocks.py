@@ -206,9 +206,8 @@ def move_rows(writes, fd, layout, positions, keys, places, rows, ring, failure):
             for k in range(queued):
                 ring.queue[k] = ring.queue[k + accepted]
         if flying:
-            ended = aio.wait(
-                ring, min(flying, max(1, depth // 4))
-            )  # to be woken seldom, and yet leave enough under way
+            # For several: to be woken seldom, and yet leave enough under way.
+            ended = aio.wait(ring, min(flying, max(1, depth // 4)))
             if ended < 0:
                 error = np.int64(_errno())
                 if error == EINTR:

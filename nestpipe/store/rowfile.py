@@ -68,10 +68,10 @@ class RowFile:
 
     def close(self) -> None:
         """Ends its threads and deletes the file."""
-        self._pool.shutdown()
         if self._fd >= 0:
-            for ring in (*self._rings[0], *self._rings[1]):
-                ring.close()
+            # Together: the system takes tens of milliseconds for each.
+            list(self._pool.map(Ring.close, [*self._rings[0], *self._rings[1]]))
+            self._pool.shutdown()
             # Deleted while the lock is held: nobody else can have begun to use it.
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()

@@ -417,6 +417,22 @@ def test_a_write_back_that_fails_ends_all_ranks_with_its_cause(cluster: Cluster,
     assert "rank 1" in reports[0]["message"] and "No space left on device" in reports[0]["message"]
 
 
+def corrupt_file(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
+    """After some batches every block of one file of rank 1 is overwritten."""
+    for number, batch in enumerate(source):
+        if number == 12 and trainer.rank == 1:
+            path = trainer._ops.stores[0].file.path  # type: ignore[union-attr]
+            path.write_bytes(b"\x5a" * path.stat().st_size)
+        yield batch
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+def test_a_corrupted_file_ends_all_ranks_and_is_named(cluster: Cluster, schedule: str) -> None:
+    reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=60), corrupt_file)
+    assert reports[0] == reports[1] and 2 < reports[0]["steps"] < 30
+    assert "rank 1, batch" in reports[0]["message"] and "sgd.1-of-2.rows" in reports[0]["message"]
+
+
 def full_disk_at_the_end(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
     return full_disk(trainer, itertools.islice(source, 13))
 
