@@ -187,7 +187,7 @@ class Trainer:
                 stop = sys.maxsize if steps is None else begin + steps
                 if pause_every is not None:
                     stop = min(stop, self.steps - self.steps % pause_every + pause_every)
-                self._run(loader.next, stop, count)
+                self._run(loader.next, stop, count, abandon=loader.stop)
                 if self.steps < stop:
                     break  # out of data
         finally:
@@ -218,7 +218,14 @@ class Trainer:
         self._run(read, self.steps + 1, results.append)
         return results[0] if results else None
 
-    def _run(self, read: Callable[[], Batch | None], stop: int, on_step: Callable[[StepResult], None]) -> None:
+    def _run(
+        self,
+        read: Callable[[], Batch | None],
+        stop: int,
+        on_step: Callable[[StepResult], None],
+        *,
+        abandon: Callable[[], None] = lambda: None,
+    ) -> None:
         """Trains up to step `stop` (exclusive), or until no worker has data."""
         self._must_be_quiet("train")
 
@@ -234,7 +241,7 @@ class Trainer:
 
         self.model.train()
         try:
-            self._engine.run(read, first=self.steps, last=stop, on_step=finished)
+            self._engine.run(read, first=self.steps, last=stop, on_step=finished, abandon=abandon)
         except BaseException:
             # Keys of batches that were not trained on have been counted and given rows, others' rows given up.
             ahead = self._ops.retrieved - self.steps

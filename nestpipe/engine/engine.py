@@ -32,7 +32,7 @@ class Engine:
     ) -> None:
         self.schedule, self.ops, self.delays = schedule, ops, delays
         self.verdict = require(schedule)
-        self._lanes = Lanes(schedule, self._execute)
+        self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
         self._names = [feature.name for feature in ops.plan.features]
         self._micro_batches = schedule.micro_batches
         self._pinned = ops.dense.device.type != "cpu"
@@ -57,15 +57,19 @@ class Engine:
         first: int,
         last: int,
         on_step: Callable[[StepResult], None],
+        abandon: Callable[[], None] = lambda: None,
     ) -> None:
         """Trains on batches `first` to `last` (exclusive), or until no worker has any. on_step is called after each, in
-        order, by the thread that called `run`; for batch last - 1 with nothing in flight any more."""
-        self._read, self._last, self._on_step = read, last, on_step
+        order, by the thread that called `run`; for batch last - 1 with nothing in flight any more. abandon: makes a `read`
+        that waits return, when something has gone wrong elsewhere."""
+        self._read, self._last, self._on_step, self._abandon = read, last, on_step, abandon
         self._held: StepResult | None = None
         self._contexts.clear()
         self.ops.begin()
-        self._lanes.run(first, last)
-        self._contexts.clear()
+        try:
+            self._lanes.run(first, last)
+        finally:
+            self._contexts.clear()
         self.ops.settle(last)
         if self._held is not None:
             on_step(self._held)

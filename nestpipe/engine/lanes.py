@@ -24,10 +24,15 @@ LEAVE = 5.0  # seconds for a lane that is stuck in a collective after a failure 
 
 
 class Lanes:
-    """execute(task): does the work. `stop_before(batch)`, called from within: there are no batches from this one on."""
+    """execute(task): does the work. `stop_before(batch)`, called from within: there are no batches from this one on.
 
-    def __init__(self, schedule: Schedule, execute: Callable[[Task], None]) -> None:
-        self._schedule, self._execute = schedule, execute
+    on_failure: called when something has gone wrong, to wake up a lane that waits for what comes from outside.
+    """
+
+    def __init__(
+        self, schedule: Schedule, execute: Callable[[Task], None], on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        self._schedule, self._execute, self._on_failure = schedule, execute, on_failure
         self._lane_of = {(task.op.name, task.op.part): task.lane for task in schedule.tasks}
         self._behind, self._look_ahead = schedule.behind, schedule.look_ahead
         self._changed = threading.Condition()
@@ -64,7 +69,7 @@ class Lanes:
     def _run_lane(self, lane: str) -> None:
         self._streams.enter(lane)
         for t in itertools.count(self._first - self._look_ahead):
-            if t - self._behind >= min(self._last, self._cut.get(lane, self._last)):
+            if self._stop_all or t - self._behind >= min(self._last, self._cut.get(lane, self._last)):
                 return
             for task in self._schedule.step(t):
                 if task.lane != lane or task.op.batch < self._first or not self._wait(task):
@@ -107,3 +112,5 @@ class Lanes:
             self._failures.append((task.op.batch, failure))
             self._stop_all |= not isinstance(failure, TrainingError)
             self._leave(task.lane, self._first if self._stop_all else task.op.batch)
+        # Batches before the failing one have long been read: the source is not asked again.
+        self._on_failure()

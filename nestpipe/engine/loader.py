@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -71,16 +72,18 @@ class Loader:
         return False
 
     def next(self) -> Batch | None:
-        if self._ended:
+        if self._ended or self._closed.is_set():
             return None
         try:
-            item, self.skipped = self._queue.get(timeout=self._timeout)
+            item, skipped = self._queue.get(timeout=self._timeout)
         except queue.Empty:
+            self._ended = True  # nobody waits for it a second time
             raise TimeoutError(
                 f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
             ) from None
+        self.skipped = max(self.skipped, skipped)
+        self._ended = not isinstance(item, Batch)
         if isinstance(item, _End):
-            self._ended = True
             return None
         if isinstance(item, Exception):
             raise item
@@ -88,8 +91,14 @@ class Loader:
             raise RuntimeError(f"the data source left with {type(item).__name__}: {item}") from item
         return item
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """No more batches are wanted: `next`, also one that waits in another thread, gives None."""
         self._closed.set()
+        with contextlib.suppress(queue.Full):  # then nobody waits
+            self._queue.put_nowait((_End(), 0))
+
+    def close(self) -> None:
+        self.stop()
         self._thread.join(1.0)  # so that what is left of the source can be read by another
 
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -466,3 +467,19 @@ def test_tables_can_be_looked_at_in_a_pause_and_only_there(cluster: Cluster) -> 
     assert cluster.run(1, evaluate_in_the_middle, Case("dbp", "disk", steps=20, pause_every=5)) == ["4"]
     (message,) = cluster.run(1, evaluate_in_the_middle, Case("dbp", "disk", steps=20))
     assert "pause_every" in message
+
+
+def slow_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
+    """A bad batch, and nothing for a long time after it."""
+    for number, batch in enumerate(bad_label(trainer, source)):
+        if number == 13:
+            time.sleep(60)
+        yield batch
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+def test_trouble_does_not_wait_for_a_source_that_is_slow(cluster: Cluster, schedule: str) -> None:
+    start = time.perf_counter()
+    reports = cluster.run(2, fit_until_trouble, Case(schedule, "memory", steps=30), slow_source)
+    assert "rank 1, batch 12: the loss of sample" in reports[0]["message"]
+    assert time.perf_counter() - start < 40
