@@ -66,6 +66,7 @@ class TrainSection:
     rank_at: the k of HR@k and NDCG@k.
     exclude_seen: leave a user's own history out of the ranking.
     reader: "thread", or "process": training batches are read in a process of their own, for data made by Python code.
+    storage: folder for tables on disk, a local one of each machine; "storage" in the run folder if left out.
     timeout: seconds a worker waits for another, or for data, before it gives up.
     """
 
@@ -84,6 +85,7 @@ class TrainSection:
     rank_at: tuple[int, ...] = (10, 50)
     exclude_seen: bool = True
     reader: str = "thread"
+    storage: str | None = None
     timeout: float = 300.0
 
     def __post_init__(self) -> None:

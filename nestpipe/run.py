@@ -42,7 +42,7 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
         on_nonfinite=config.train.on_nonfinite,
         data_timeout=config.train.timeout,
         look_ahead=config.schedule.look_ahead,
-        storage=storage,
+        storage=storage if config.train.storage is None else Path(config.train.storage),
         record=record,
         check_freshness=config.schedule.check_freshness,
     )

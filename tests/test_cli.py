@@ -123,11 +123,12 @@ def test_every_schedule_tier_and_reader_ends_with_the_same_digest_and_a_trace_sh
     """Under dbp, with evaluations in between, on disk, read by another process; and evaluated again from its checkpoint."""
     plain, out = tmp_path / "plain", tmp_path / "dbp"
     assert run("train", clicks, "--out", plain, "--set", "train.eval_every=5") == 0
-    disk = ("--set", "tables.f*.tier=disk", "--set", "tables.f*.memory=100MB", "--set", "train.reader=process")
+    disk = ("--set", "tables.f*.tier=disk", "--set", "tables.f*.memory=100MB", "--set", "train.reader=process",
+            "--set", f"train.storage={tmp_path}/fast")  # fmt: skip
     assert run("train", clicks, "--out", out, "--schedule", "dbp", "--trace", "--set", "train.eval_every=5", *disk) == 0
     ours, theirs = read(out / "result.json"), read(plain / "result.json")
     assert ours["digest"] == theirs["digest"] and ours["metrics"] == theirs["metrics"] and ours["schedule"] == "dbp"
-    assert not list((out / "storage").iterdir())  # working files are gone
+    assert (tmp_path / "fast").is_dir() and not list((tmp_path / "fast").iterdir())  # working files are gone
 
     capsys.readouterr()
     assert run("trace", out) == 0

@@ -12,7 +12,7 @@ from nestpipe.kernels.keys import mix
 from nestpipe.kernels.rows import Rows, gather
 from nestpipe.kernels.update import Gradients
 from nestpipe.store.directory import Births, Directory
-from nestpipe.store.hotset import ROW_BYTES, HotSet
+from nestpipe.store.hotset import INDEX_BYTES, ROW_BYTES, HotSet
 from nestpipe.store.rowfile import RowFile
 from nestpipe.store.table_store import Pairs, StoreStats, TableStore
 from nestpipe.tables import Table
@@ -53,6 +53,7 @@ class DiskStore(TableStore):
         self._world, self._hot_rows = world, hot_rows
         self._part = table.memory_bytes // world
         self._buffers = 0  # bytes of the caller's two, and of scratch
+        self._hot_index = 0  # bytes; not known before there is a hot set
         self._unborn = HashIndex()  # position -> OWN or SHARED, of rows that are nowhere yet: not written back once
         self.hits = self.reads = 0
         path = Path(folder) / f"{quote(table.name, safe='')}.{rank}-of-{world}.rows"
@@ -61,6 +62,7 @@ class DiskStore(TableStore):
         try:
             capacity = self._affordable(0)
             self._hot = HotSet(self.file, self.directory.key_at, capacity=capacity)
+            self._hot_index = self._hot.index_bytes
         except BaseException:
             self.file.close()
             raise
@@ -208,8 +210,8 @@ class DiskStore(TableStore):
     def _affordable(self, more: int, *, strict: bool = True) -> int:
         """How many hot rows fit beside everything else, if so many keys are added to the index."""
         index = self.directory.nbytes_with(more) + self._unborn.nbytes_with(more)
-        others = self._buffers + self.file.nbytes
-        row_bytes = self.record_words * 4 + ROW_BYTES
+        others = self._buffers + self.file.nbytes + self._hot_index
+        row_bytes = self.record_words * 4 + ROW_BYTES - (INDEX_BYTES if self._hot_index else 0)
         rows = (self._part - index - others) // row_bytes
         least = MIN_ROWS if self._hot_rows is None else self._hot_rows
         if strict and rows < least:

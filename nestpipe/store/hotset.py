@@ -64,6 +64,11 @@ class HotSet:
         return self._index.nbytes + len(self) * (self.rows.stride + 12)
 
     @property
+    def index_bytes(self) -> int:
+        """Made for the most rows it will have: does not shrink with the rest."""
+        return self._index.nbytes
+
+    @property
     def _available(self) -> int:
         return len(self._free) + self.capacity - self._high
 
