@@ -52,7 +52,7 @@ class Size:
     batches: int  # of a block
 
 
-FULL = Size(rows=4_000_000, memory="192MB", keys=8192, rounds=5, batches=10)
+FULL = Size(rows=4_000_000, memory="192MB", keys=8192, rounds=4, batches=30)
 QUICK = Size(rows=20_000, memory="8MB", keys=512, rounds=2, batches=3)
 
 
@@ -258,7 +258,7 @@ class Contestant:
         return rows
 
     def block(self, rng: np.random.Generator, *, batches: int, verify: bool = True) -> dict[str, float]:
-        """Rows per second read, written back and both, and CPU milliseconds of a batch.
+        """Rows, and seconds that reading and writing back took; CPU seconds of all threads.
 
         verify: compares every row that is read with what was written; not beside compute, which it would slow.
         """
@@ -281,8 +281,7 @@ class Contestant:
             write += time.perf_counter() - begin
             cpu += time.process_time() - cpu_begin
             num_rows += len(keys)
-        both = num_rows / (read + write)
-        return {"read": num_rows / read, "write": num_rows / write, "both": both, "cpu_ms": 1e3 * cpu / batches}
+        return {"rows": num_rows, "batches": batches, "read_s": read, "write_s": write, "cpu_s": cpu}
 
 
 class Compute:
@@ -317,7 +316,7 @@ class Compute:
 
 
 def compare(folder: Path, size: Size) -> dict[str, Any]:
-    """By store: medians over rounds."""
+    """By store: rates over all blocks, because what a store does in the background comes in bursts."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         contestants = {}
@@ -332,24 +331,30 @@ def compare(folder: Path, size: Size) -> dict[str, Any]:
             # Caches filled, and everything in them written once: the rows of the beginning are neighbours, unlike later ones.
             contestant.block(rng, batches=-(-num_bytes(size.memory) // (WORDS * 4 * size.keys)))
         for turn in range(size.rounds):
-            alone = Compute()
-            with alone.running():
-                time.sleep(0.5)
             order = list(contestants)
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 figures = contestants[name].block(rng, batches=size.batches)
-                beside = Compute()
+                alone, beside = Compute(), Compute()
+                with alone.running():
+                    time.sleep(1.0)
                 with beside.running():
-                    contestants[name].block(rng, batches=size.batches, verify=False)
+                    contestants[name].block(rng, batches=-(-size.batches // 3), verify=False)
                 figures["compute"] = beside.per_second / alone.per_second
                 logs[name].append(figures)
-        return {
-            "size": dataclasses.asdict(size),
-            "stores": {
-                name: {key: statistics.median(one[key] for one in log) for key in log[0]} | {"rounds": log}
-                for name, log in logs.items()
-            },
-        }
+        return {"size": dataclasses.asdict(size), "stores": {name: _figures(log) for name, log in logs.items()}}
+
+
+def _figures(log: list[dict[str, float]]) -> dict[str, Any]:
+    """Rows per second read, written back, and both; CPU milliseconds a batch; the median share that compute keeps."""
+    sums = {key: sum(one[key] for one in log) for key in log[0]}
+    return {
+        "read": sums["rows"] / sums["read_s"],
+        "write": sums["rows"] / sums["write_s"],
+        "both": sums["rows"] / (sums["read_s"] + sums["write_s"]),
+        "cpu_ms": 1e3 * sums["cpu_s"] / sums["batches"],
+        "compute": statistics.median(one["compute"] for one in log),
+        "rounds": log,
+    }
 
 
 def main() -> None:

@@ -4,24 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nestpipe.schedule.ops import (
-    AGREE,
-    BWD,
-    COMPUTE,
-    EMB,
-    FWD,
-    GRAD,
-    H2D,
-    PREFETCH,
-    RETRIEVE,
-    ROUTE,
-    SYNC,
-    UPDATE,
-    WRITEBACK,
-    Op,
-    Schedule,
-    Task,
-)
+from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, EMB, FWD, GRAD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC  # isort: skip
+from nestpipe.schedule.ops import UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
 
 
 def serial(*, micro_batches: int = 1, look_ahead: int | None = None) -> Schedule:

@@ -485,3 +485,22 @@ def test_trouble_does_not_wait_for_a_source_that_is_slow(cluster: Cluster, sched
     reports = cluster.run(2, fit_until_trouble, Case(schedule, "memory", steps=30), slow_source)
     assert "rank 1, batch 12: the loss of sample" in reports[0]["message"]
     assert time.perf_counter() - start < 40
+
+
+def train_step_by_step(case: Case) -> tuple[str, int]:
+    trainer, features, folder = make(case)
+    try:
+        source = batches(features, case, trainer.rank, trainer.world)
+        while trainer.step(next(source, None)) is not None:
+            pass
+        return trainer.digest(), trainer.steps
+    finally:
+        trainer.close()
+        shutil.rmtree(folder)
+
+
+def test_a_loop_of_ones_own_equals_serial(cluster: Cluster) -> None:
+    """Nothing is looked up ahead there, but it is the same training."""
+    case = Case("dbp", "disk", steps=40)
+    digest, _, steps = serial(cluster, 2, case)
+    assert cluster.run(2, train_step_by_step, case) == [(digest, steps)] * 2
