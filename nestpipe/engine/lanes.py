@@ -34,6 +34,13 @@ class Lanes:
     ) -> None:
         self._schedule, self._execute, self._on_failure = schedule, execute, on_failure
         self._lane_of = {(task.op.name, task.op.part): task.lane for task in schedule.tasks}
+        # Operations that another lane waits for; nobody need be woken up for others.
+        self._waited_for = {
+            (op.name, op.part)
+            for task in schedule.tasks
+            for op in task.after
+            if self._lane_of.get((op.name, op.part)) != task.lane
+        }
         self._behind, self._look_ahead = schedule.behind, schedule.look_ahead
         self._changed = threading.Condition()
 
@@ -82,8 +89,10 @@ class Lanes:
                     self._fail(task, failure)
                     continue
                 with self._changed:
-                    self._done[task.op.name, task.op.part] = task.op.batch
-                    self._changed.notify_all()
+                    done = task.op.name, task.op.part
+                    self._done[done] = task.op.batch
+                    if done in self._waited_for:
+                        self._changed.notify_all()
 
     def _wait(self, task: Task) -> bool:
         """Returns True when the task may run, False if it is left out."""
