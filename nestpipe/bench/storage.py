@@ -150,7 +150,7 @@ def _train(size_values: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _trainer(memory: str, folder: Path) -> Trainer:
-    init = Uniform()  # a tenth of the CPU time of Normal: this is about the disk
+    init = Uniform()  # a twentieth of the CPU time of Normal: this is about the disk
     table = Table("item", 64, optimizer=RowwiseAdagrad(lr=0.01), init=init, tier="disk", memory=memory)
     return Trainer(
         Linear(),

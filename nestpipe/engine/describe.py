@@ -9,6 +9,7 @@ import torch
 from nestpipe.engine.step import Store
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.ops import COMPUTE, Schedule, relative
+from nestpipe.store.disk import DiskStore
 
 
 def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -> list[str]:
@@ -29,10 +30,10 @@ def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -
     ]
     for store in stores:
         name = store.table.name
-        if store.buffered:
+        if isinstance(store, DiskStore):
             lines.append(
                 f"  lookup of table {name!r} (disk): {how(op.RETRIEVE)}, write-back {how(op.WRITEBACK)}; rows that two "
-                f"neighbouring batches share are copied from buffer to buffer on the compute lane"
+                f"neighbouring batches share are copied from buffer to buffer on the compute lane; {store.file.describe()}"
             )
         else:
             lines.append(
