@@ -39,7 +39,7 @@ CHOICES: dict[str, dict[str, Collection[str]]] = {
         "dense_optimizer": DENSE_OPTIMIZERS,
         "lr_decay": ("none", "cosine"),
         "on_nonfinite": ("raise", "skip"),
-        "reader": ("thread", "process"),
+        "reader": ("auto", "thread", "process"),
         "eval_split": data_sets.SPLITS,
     },
     "schedule": {"name": SCHEDULES},
@@ -65,7 +65,8 @@ class TrainSection:
     eval_every: steps between evaluations on "valid"; 0 means none.
     rank_at: the k of HR@k and NDCG@k.
     exclude_seen: leave a user's own history out of the ranking.
-    reader: "thread", or "process": training batches are read in a process of their own, for data made by Python code.
+    reader: where training batches are read: "thread", "process" (one of its own), or "auto": a process for data sets that
+        parse files as they go, whose work would hold up the compute lane (`nestpipe bench reading`).
     storage: folder for tables on disk, a local one of each machine; "storage" in the run folder if left out.
     timeout: seconds a worker waits for another, or for data, before it gives up.
     """
@@ -84,7 +85,7 @@ class TrainSection:
     eval_every: int = 0
     rank_at: tuple[int, ...] = (10, 50)
     exclude_seen: bool = True
-    reader: str = "thread"
+    reader: str = "auto"
     storage: str | None = None
     timeout: float = 300.0
 

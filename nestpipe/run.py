@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nestpipe import trace
 from nestpipe.batch import Batch
 from nestpipe.config import Built, Config, TrainSection, build
-from nestpipe.data import Dataset, reader
+from nestpipe.data import DATASETS, Dataset, reader
 from nestpipe.engine.step import StepResult
 from nestpipe.metrics import AUC, NormalizedEntropy
 from nestpipe.process import join_group
@@ -53,7 +53,7 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
 
 def train(config: Config, *, folder: Path, json_file: Path | None, record: bool = False) -> dict[str, Any]:
     """Trains, evaluates, saves; returns what `--json` writes. record: keeps what ran when, for `nestpipe trace`."""
-    if config.train.reader == "process":
+    if _reads_in_process(config):
         reader.prepare()
     trainer, built = make_trainer(config, storage=folder / "storage", record=record)
     try:
@@ -84,7 +84,7 @@ def _train(
     try:
         with contextlib.ExitStack() as stack:
             batches: Iterator[Batch] = _epochs(*what)
-            if config.train.reader == "process":
+            if _reads_in_process(config):
                 batches = stack.enter_context(reader.in_process(_epochs, *what))
             fitted = trainer.fit(batches, steps=config.train.steps, on_step=on_step, pause_every=validate or None)
         curves.close_bar()
@@ -147,6 +147,11 @@ def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -
             exclude_seen=settings.exclude_seen,
         )
     return trainer.evaluate(batches, {"AUC": AUC(), "NE": NormalizedEntropy()})
+
+
+def _reads_in_process(config: Config) -> bool:
+    parses = getattr(DATASETS[config.data["kind"]], "parses", False)
+    return {"auto": parses, "thread": False, "process": True}[config.train.reader]
 
 
 def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int) -> Iterator[Batch]:

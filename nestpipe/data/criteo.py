@@ -30,6 +30,8 @@ class Criteo:
 
     features = tuple(f"C{number}" for number in range(1, _NUM_KEYS + 1))
 
+    parses = True
+
     def __init__(
         self,
         *,

@@ -24,6 +24,9 @@ class Dataset(Protocol):
 
     Sequence datasets also have `candidates() -> Tensor`, the sorted keys of the whole catalogue, and give at "valid"
     and "test" `labels`: [B] int64, the key of the target item.
+
+    A data set that parses files while it is read says so (`parses = True`); it is then read in a process of its own unless
+    the config says otherwise, because parsing holds the GIL.
     """
 
     features: tuple[str, ...]

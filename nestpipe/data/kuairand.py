@@ -28,6 +28,8 @@ class KuaiRand:
 
     features = ("user", "video", "tab", "hour")
 
+    parses = True
+
     def __init__(
         self,
         *,

@@ -31,6 +31,8 @@ class Parquet:
     to.
     """
 
+    parses = True
+
     def __init__(
         self,
         *,
