@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test grid lint clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -11,6 +11,10 @@ demo: .venv/ready
 
 test: .venv/ready lint
 	$(BIN)/python -m pytest
+
+# Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
+grid: .venv/ready
+	$(BIN)/python -m tests.engine.grid
 
 lint: .venv/ready
 	$(BIN)/ruff check .

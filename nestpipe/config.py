@@ -22,6 +22,7 @@ from torch import nn
 from nestpipe import data as data_sets
 from nestpipe import models
 from nestpipe.data import DATASETS
+from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.optim import OPTIMIZERS
 from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, did_you_mean
 from nestpipe.trainer import SCHEDULES
@@ -42,7 +43,7 @@ CHOICES: dict[str, dict[str, Collection[str]]] = {
         "reader": ("auto", "thread", "process"),
         "eval_split": data_sets.SPLITS,
     },
-    "schedule": {"name": SCHEDULES},
+    "schedule": {"name": SCHEDULES, "clustering": CLUSTERINGS},
 }
 AT_LEAST_ONE = {
     "train": ("batch_size", "steps", "epochs", "eval_batch_size", "rank_at", "timeout"),
@@ -98,12 +99,15 @@ class TrainSection:
 class ScheduleSection:
     """[schedule]
 
-    name: see nestpipe.schedule. micro_batches: parts of a batch. look_ahead: batches on their way behind the one that
-    computes; what the schedule needs if left out. check_freshness: debug mode, checks every row that is read.
+    name: see nestpipe.schedule. micro_batches: parts of a batch, or "auto". window_cache, clustering: how their rows travel
+    and which samples each has, see Trainer. look_ahead: batches on their way behind the one that computes; what the
+    schedule needs if left out. check_freshness: debug mode, checks every row that is read.
     """
 
     name: str = "serial"
-    micro_batches: int = 1
+    micro_batches: int | str = 1
+    window_cache: bool = True
+    clustering: str = "window"
     look_ahead: int | None = None
     check_freshness: bool = False
 
@@ -254,7 +258,13 @@ def _section(kind: type[Any], name: str, values: Mapping[str, Any]) -> Any:
             raise ValueError(f"config: {name}.{entry} {checked[entry]!r}, {did_you_mean(checked[entry], list(known))}")
     for entry in AT_LEAST_ONE.get(name, ()):
         value = checked.get(entry)
-        if value is not None and (value == () or min(value if isinstance(value, tuple) else (value,)) < 1):
+        if isinstance(value, str) and value != "auto":
+            raise ValueError(f"config: {name}.{entry} must be a whole number or 'auto', got {value!r}")
+        if (
+            value is not None
+            and value != "auto"
+            and (value == () or min(value if isinstance(value, tuple) else (value,)) < 1)
+        ):
             raise ValueError(f"config: {name}.{entry} must be at least 1, got {value!r}")
     return kind(**checked)
 

@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from nestpipe import checkpoint, process, trace
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, NotFinite
-from nestpipe.engine.dense import Dense, checked_output, refuse_batch_norm
+from nestpipe.engine.dense import Dense, checked_output
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.engine import Engine
 from nestpipe.engine.evaluation import judge_all, lookup
 from nestpipe.engine.loader import Loader, checked
+from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.step import StepOperations, StepResult, Store
+from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.engine.versions import Versions
+from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
 from nestpipe.metrics import NDCG, HitRate, rank_all
@@ -35,6 +38,8 @@ from nestpipe.store.memory import MemoryStore, StoreStats
 from nestpipe.tables import Feature, Table, did_you_mean
 
 log = logging.getLogger("nestpipe")
+
+MOST_PARTS = 65_536  # micro-batches that a last use can name, see exchange/window.py
 
 
 @dataclasses.dataclass
@@ -63,9 +68,16 @@ class Trainer:
         rows for a sequence feature, a tensor [B, dim] for a pooled one.
     tables, features: what it reads.
     dense_optimizer: makes a torch optimizer from the model's parameters.
-    schedule: "serial", "dbp" (lookups of the next batches hidden behind the compute of this one; the same result to the
-        bit), or "stale" (for comparison: rows one update behind).
-    micro_batches: cuts each batch into this many parts, run one after the other, with one update for all.
+    schedule: "serial"; "dbp" (lookups of the next batches hidden behind the compute of this one); "fwp" (rows and gradients
+        travel behind the compute of other micro-batches); "nested" (both): all four give the same result to the bit. Or
+        "stale" (for comparison: rows one update behind).
+    micro_batches: cuts each batch into this many parts, run one after the other, with one update for all; "auto": as many
+        as turn out fastest in the first steps of `fit`. A model whose loss mixes samples says `mixes_samples = True` and is
+        then refused here.
+    window_cache: each row crosses the wire once per batch, however many micro-batches use it. False: once for each of them,
+        for comparison.
+    clustering: how samples are dealt to micro-batches: "window" (few rows to wait for at both ends of the batch), "shared"
+        (samples that share keys together), "none" (as they come). Nothing to do with one worker or one micro-batch.
     look_ahead: how many batches may be on their way behind the one that computes; None is what the schedule's stages need.
     storage: folder for tables of tier "disk": working files, one per table and worker, gone when the trainer is closed.
     record: keeps every operation's start and end, for `save_trace`.
@@ -84,7 +96,9 @@ class Trainer:
         *,
         dense_optimizer: Callable[[Any], torch.optim.Optimizer],
         schedule: str = "serial",
-        micro_batches: int = 1,
+        micro_batches: int | str = 1,
+        window_cache: bool = True,
+        clustering: str = "window",
         look_ahead: int | None = None,
         seed: int = 0,
         on_nonfinite: str = "raise",
@@ -97,9 +111,13 @@ class Trainer:
             raise ValueError(f"schedule {schedule!r}, {did_you_mean(schedule, list(SCHEDULES))}")
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
-        if not isinstance(micro_batches, int) or micro_batches < 1:
-            raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}")
-        chosen = SCHEDULES[schedule](micro_batches=micro_batches, look_ahead=look_ahead)
+        if micro_batches != "auto" and (not isinstance(micro_batches, int) or not 1 <= micro_batches <= MOST_PARTS):
+            raise ValueError(
+                f"micro_batches must be 'auto' or a whole number from 1 to {MOST_PARTS}, got {micro_batches!r}"
+            )
+        if clustering not in CLUSTERINGS:
+            raise ValueError(f"clustering {clustering!r}, {did_you_mean(clustering, list(CLUSTERINGS))}")
+        SCHEDULES[schedule](look_ahead=look_ahead)  # what does not fit together is said before anything is opened
         plan = ExchangePlan(tables, features)
         process.join_group(data_timeout)
         self.group = dist.group.WORLD if dist.is_initialized() else None
@@ -107,15 +125,13 @@ class Trainer:
         self._keys, self._rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
         self.rank, self.world = self._rows.rank, self._rows.world
         self.model = model
-        self.micro_batches = micro_batches
         self.steps = 0  # batches so far
         self._lr_factor = 1.0
         self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
         self._skip = on_nonfinite == "skip"
         self._data_timeout = data_timeout
         self._names = [feature.name for feature in features]
-        if self.world > 1 or micro_batches > 1:
-            refuse_batch_norm(model)
+        refuse_mixing(model, world=self.world, micro_batches=micro_batches)
         self._dense = Dense(model, dense_optimizer, self.group)
         stores: list[Store] = []
         self._rows.together(
@@ -130,10 +146,22 @@ class Trainer:
             skip_nonfinite=self._skip,
             versions=Versions(stores) if check_freshness else None,
         )
-        self._engine = Engine(chosen, self._ops, trace=record)
+        self._engine_options: dict[str, Any] = {
+            "window_cache": window_cache,
+            "clustering": clustering if self.world > 1 else "none",
+            "trace": record,
+        }
+        self._schedule, self._look_ahead = schedule, look_ahead
+        self._tuning = Tuning() if micro_batches == "auto" else None
+        self._set_micro_batches(1 if isinstance(micro_batches, str) else micro_batches)
         self._arena = Arena()
         self._told = False  # what travels how: said once, after the first batch has decided it
         self._torn = False  # whether a failure has left tables in between two steps
+
+    def _set_micro_batches(self, count: int) -> None:
+        self.micro_batches = count
+        schedule = SCHEDULES[self._schedule](micro_batches=count, look_ahead=self._look_ahead)
+        self._engine = Engine(schedule, self._ops, **self._engine_options)
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
@@ -187,7 +215,11 @@ class Trainer:
                 stop = sys.maxsize if steps is None else begin + steps
                 if pause_every is not None:
                     stop = min(stop, self.steps - self.steps % pause_every + pause_every)
+                if self._tuning is not None:
+                    stop = min(stop, self.steps + STEPS)
                 self._run(loader.next, stop, count, abandon=loader.stop)
+                if self._tuning is not None:
+                    self._tune(self._tuning)
                 if self.steps < stop:
                     break  # out of data
         finally:
@@ -197,11 +229,25 @@ class Trainer:
         skipped += int(self._rows.sum(np.array([loader.skipped]))[0])
         return FitResult(self.steps - begin, samples, seconds, first, last, skipped)
 
+    def _tune(self, tuning: Tuning) -> None:
+        """After a run of steps: tries another number of micro-batches, or fixes it."""
+        tuning.next(self._rows)
+        if tuning.micro_batches != self.micro_batches:
+            self._set_micro_batches(tuning.micro_batches)
+        if tuning.done:
+            self._tuning = None
+            if self.rank == 0:
+                log.info(tuning)
+
     def step(self, batch: Batch | None) -> StepResult | None:
         """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did.
 
         Nothing can be looked up ahead here: `fit` is what hides data movement.
         """
+        if self._tuning is not None:
+            raise ValueError(
+                "micro_batches='auto' is measured by fit; give a number to a trainer whose loop is your own"
+            )
         results: list[StepResult] = []
 
         def read() -> Batch | None:
@@ -232,7 +278,9 @@ class Trainer:
         def finished(result: StepResult) -> None:
             self.steps += 1
             self.skipped += result.skipped
-            if not self._told:
+            if self._tuning is not None:
+                self._tuning.tick(result, self.world)
+            elif not self._told:
                 self._told = True
                 if self.rank == 0:
                     for line in self.describe():
@@ -366,7 +414,7 @@ class Trainer:
         self._must_be_quiet("save")
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         at_owner = {store.table.name: how for store, how in zip(self._stores(), self._ops.plan.at_owner, strict=True)}
-        settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner}
+        settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner, "micro_batches": self.micro_batches}
         checkpoint.save(Path(path), self._stores(), self._dense, self._rows, step=self.steps, settings=settings)
 
     def load(self, path: str | Path) -> None:
@@ -375,6 +423,9 @@ class Trainer:
             raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
         self.steps, settings = checkpoint.load(Path(path), self._stores(), self._dense, self._rows)
         self.scale_lr(settings["lr_factor"])
+        if self._tuning is not None and "micro_batches" in settings:  # measured before
+            self._tuning = None
+            self._set_micro_batches(settings["micro_batches"])
         for k in self._ops.plan.undecided:
             self._ops.plan.resume(k, settings["pooled_at_owner"][self._ops.plan.tables[k].name])
 

@@ -126,13 +126,3 @@ def checked_output(output: Any, size: int) -> Output:
         sample = int((weights < 0).nonzero()[0])
         raise ValueError(f"the model returned the weight {float(weights[sample])} for sample {sample}; it must be >= 0")
     return output
-
-
-def refuse_batch_norm(model: nn.Module) -> None:
-    """It mixes the samples of a batch, so splitting the batch over workers or micro-batches would change the model."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
-                f"the model's {name or type(module).__name__} is a batch norm, which mixes samples: its result would depend "
-                f"on how the batch is split over workers and micro-batches; use LayerNorm, or one worker and micro_batches=1"
-            )

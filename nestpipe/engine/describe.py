@@ -21,6 +21,17 @@ def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -
             return "on the compute lane (exposed)"
         return f"{relative(task.op)} hidden behind the compute of t (lane {task.lane})"
 
+    def exchange(schedule: Schedule) -> str:
+        if tasks[op.EMB].lane == COMPUTE:
+            return how(op.EMB)
+        parts = schedule.micro_batches
+        if parts == 1:
+            return "exposed: with one micro-batch there is no other to compute meanwhile; set micro_batches"
+        return (
+            f"in {parts} parts, each hidden behind the compute of other micro-batches (lane {tasks[op.EMB].lane}), but for "
+            f"the first rows and the last gradients (exposed)"
+        )
+
     device_text = "nothing to do: the device is the CPU" if device.type == "cpu" else how(op.H2D)
     lines = [
         f"schedule {schedule.name}, {schedule.micro_batches} micro-batch(es): {schedule.summary}",
@@ -40,7 +51,7 @@ def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -
                 f"  lookup of table {name!r} (memory): keys to positions {how(op.RETRIEVE)}; rows are used in place"
             )
     lines += [
-        f"  all-to-all of rows and gradients: {how(op.EMB)}",
+        f"  all-to-all of rows and gradients: {exchange(schedule)}",
         "  sum of dense gradients: inside the last backward (DDP)",
     ]
     if schedule.stale_by:

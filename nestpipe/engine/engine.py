@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable
+
+import torch
 
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch
 from nestpipe.engine.lanes import Lanes
-from nestpipe.engine.step import Context, StepOperations, StepResult, micro_batch_bounds
+from nestpipe.engine.step import Context, StepOperations, StepResult
+from nestpipe.exchange.clustering import cluster
+from nestpipe.exchange.window import Window
+from nestpipe.kernels.keys import Deduplicator
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.check import require
 from nestpipe.schedule.ops import COMPUTE, Schedule, Task
@@ -17,29 +23,41 @@ from nestpipe.trace.record import Event, RankTrace, wall_offset_ns
 
 TRACED = 500_000  # operations that are kept, the newest ones
 
-# Before and after an operation, for tests: where to sleep, how many seconds.
-Delays = Callable[[Task], tuple[float, float]]
+# Called in place of an operation, with the operation itself: tests delay it, benches make it last.
+Around = Callable[[Task, Callable[[], None]], None]
 
 
 class Engine:
     """`run` trains on consecutive batches; what belongs to each lives in its Context from PREFETCH to WRITEBACK.
 
+    window_cache: each row travels once per batch; False: once per micro-batch that uses it. See exchange/window.py.
+    clustering: which samples go into which micro-batch, see exchange/clustering.py.
     trace: whether to record every operation's start and end; see `recorded`.
     """
 
     def __init__(
-        self, schedule: Schedule, ops: StepOperations, *, trace: bool = False, delays: Delays | None = None
+        self,
+        schedule: Schedule,
+        ops: StepOperations,
+        *,
+        window_cache: bool = True,
+        clustering: str = "none",
+        trace: bool = False,
     ) -> None:
-        self.schedule, self.ops, self.delays = schedule, ops, delays
+        self.schedule, self.ops = schedule, ops
+        self.around: Around | None = None
         self.verdict = require(schedule)
+        self._window_cache, self._clustering = window_cache, clustering
         self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
         self._names = [feature.name for feature in ops.plan.features]
-        self._micro_batches = schedule.micro_batches
+        self._micro_batches, self._parts = schedule.micro_batches, schedule.num_parts(op.EMB)
+        self._dedup = Deduplicator()
         self._pinned = ops.dense.device.type != "cpu"
         self._contexts: dict[int, Context] = {}
         self._arenas: list[Arena] = []  # of finished batches, to be used again
         self._events: collections.deque[Event] | None = collections.deque(maxlen=TRACED) if trace else None
         self._num_events = 0
+        self._num_parts = {task.op.name: schedule.num_parts(task.op.name) for task in schedule.tasks}
         self._lane_numbers = {lane: i for i, lane in enumerate(schedule.lanes)}
         last_here = [task.op for task in schedule.tasks if task.lane == COMPUTE]
         # After this operation of a batch the compute lane is done with it.
@@ -95,25 +113,17 @@ class Engine:
     # -- one task ------------------------------------------------------------------------------------------------------
 
     def _execute(self, task: Task) -> None:
-        if self.delays is None:
-            self._traced(task)
-        else:
-            before, after = self.delays(task)
-            time.sleep(before)
-            self._traced(task)
-            time.sleep(after)
-
-    def _traced(self, task: Task) -> None:
-        if self._events is None:
-            self._do(task)
-            return
         start = time.perf_counter_ns()
-        self._do(task)
-        end = time.perf_counter_ns()
-        name, batch, part = task.op
-        parted = name in (op.FWD, op.BWD) and self._micro_batches > 1
-        self._events.append(Event(self._lane_numbers[task.lane], name, batch, part if parted else None, start, end))
-        self._num_events += 1
+        if self.around is None:
+            self._do(task)
+        else:
+            self.around(task, lambda: self._do(task))
+        if self._events is not None:
+            name, batch, part = task.op
+            shown = part if self._num_parts[name] > 1 else None
+            end = time.perf_counter_ns()
+            self._events.append(Event(self._lane_numbers[task.lane], name, batch, shown, start, end))
+            self._num_events += 1
 
     def _do(self, task: Task) -> None:
         name, batch, part = task.op
@@ -132,7 +142,7 @@ class Engine:
             case op.SYNC:
                 ops.sync(ctx)
             case op.EMB:
-                ops.emb(ctx)
+                ops.emb(ctx, part)
             case op.FWD:
                 ops.forward(ctx, part)
             case op.BWD:
@@ -140,7 +150,7 @@ class Engine:
             case op.AGREE:
                 ops.agree(ctx)
             case op.GRAD:
-                ops.grad(ctx)
+                ops.grad(ctx, part)
             case op.UPDATE:
                 ctx.result = ops.update(ctx)
             case op.WRITEBACK:
@@ -156,16 +166,18 @@ class Engine:
                 self._on_step(ctx.result)
 
     def _open(self, number: int) -> Context:
-        batch, error = None, None
+        arena = self._arenas.pop() if self._arenas else Arena()
+        nothing = Window([0] * (self._micro_batches + 1), self._parts, self._window_cache)
+        ctx = Context(number, Batch.empty(self._names), nothing, arena, has_data=False)
         try:
             batch = self._read()
-            if batch is not None and self._pinned:
-                batch = batch.pin_memory()
+            if batch is not None:
+                order, bounds = cluster(batch, self.ops.plan, self._micro_batches, self._clustering, self._dedup)
+                if order is not None:
+                    batch = batch.select(torch.from_numpy(order))
+                ctx.batch = batch.pin_memory() if self._pinned else batch
+                ctx.order, ctx.window, ctx.has_data = order, dataclasses.replace(nothing, bounds=bounds), True
         except Exception as problem:
-            error = problem
-        has_data = batch is not None
-        batch = Batch.empty(self._names) if batch is None else batch
-        arena = self._arenas.pop() if self._arenas else Arena()
-        bounds = micro_batch_bounds(batch.size, self._micro_batches)
-        ctx = self._contexts[number] = Context(number, batch, bounds, arena, error=error, has_data=has_data)
+            ctx.error = problem
+        self._contexts[number] = ctx
         return ctx

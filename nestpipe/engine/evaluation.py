@@ -13,6 +13,7 @@ from nestpipe.arena import Arena
 from nestpipe.batch import Batch
 from nestpipe.engine.loader import Loader
 from nestpipe.engine.step import Context, StepOperations
+from nestpipe.exchange.window import Window
 
 
 def lookup(
@@ -21,7 +22,7 @@ def lookup(
     """The context of a batch whose rows have been read, or None if no worker has one."""
     has_data = batch is not None
     batch = Batch.empty([f.name for f in ops.plan.features]) if batch is None else batch
-    ctx = Context(number, batch, [0, batch.size], arena, error=error, has_data=has_data)
+    ctx = Context(number, batch, Window([0, batch.size]), arena, error=error, has_data=has_data)
     ops.h2d(ctx)
     if not ops.route(ctx):
         return None

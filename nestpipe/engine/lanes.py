@@ -1,7 +1,7 @@
 """Lanes: run the tasks of a schedule on threads, each when what it waits for is done.
 
 Every lane walks the same list of tasks and runs its own; the compute lane is the thread that called `run`. A waiting
-lane sleeps on a condition, so an idle pipeline uses no CPU.
+lane sleeps on a condition of its own, so an idle pipeline uses no CPU and only those are woken up that wait.
 
 How it stops. When an operation fails on all workers alike (they agreed on it), its lane does nothing more for that batch
 and later ones; neither does a lane whose task waits for something that will not come. Everything else is still done. As
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nestpipe.engine.streams import Streams
 from nestpipe.errors import TrainingError
@@ -34,15 +34,16 @@ class Lanes:
     ) -> None:
         self._schedule, self._execute, self._on_failure = schedule, execute, on_failure
         self._lane_of = {(task.op.name, task.op.part): task.lane for task in schedule.tasks}
-        # Operations that another lane waits for; nobody need be woken up for others.
-        self._waited_for = {
-            (op.name, op.part)
-            for task in schedule.tasks
-            for op in task.after
-            if self._lane_of.get((op.name, op.part)) != task.lane
-        }
+        self._tasks_of = {lane: [task for task in schedule.tasks if task.lane == lane] for lane in schedule.lanes}
+        # Which other lanes wait for an operation: nobody else need be woken up for it.
+        self._waiting_for: dict[tuple[str, int], set[str]] = {}
+        for task in schedule.tasks:
+            for op in task.after:
+                if self._lane_of.get((op.name, op.part)) != task.lane:
+                    self._waiting_for.setdefault((op.name, op.part), set()).add(task.lane)
         self._behind, self._look_ahead = schedule.behind, schedule.look_ahead
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = {lane: threading.Condition(self._lock) for lane in schedule.lanes}
 
     def run(self, first: int, last: int) -> None:
         """Runs batches `first` to `last` (exclusive) to their end; raises what went wrong, the earliest batch's first."""
@@ -67,9 +68,9 @@ class Lanes:
             raise min(self._failures, key=lambda failure: failure[0])[1]
 
     def stop_before(self, batch: int) -> None:
-        with self._changed:
+        with self._lock:
             self._last = min(self._last, batch)
-            self._changed.notify_all()
+            self._wake(self._changed)
 
     # -- one lane ------------------------------------------------------------------------------------------------------
 
@@ -78,8 +79,9 @@ class Lanes:
         for t in itertools.count(self._first - self._look_ahead):
             if self._stop_all or t - self._behind >= min(self._last, self._cut.get(lane, self._last)):
                 return
-            for task in self._schedule.step(t):
-                if task.lane != lane or task.op.batch < self._first or not self._wait(task):
+            for of_step in self._tasks_of[lane]:
+                task = of_step.at(t)
+                if task.op.batch < self._first or not self._wait(task):
                     continue
                 try:
                     self._streams.wait(task)
@@ -88,16 +90,15 @@ class Lanes:
                 except BaseException as failure:
                     self._fail(task, failure)
                     continue
-                with self._changed:
+                with self._lock:
                     done = task.op.name, task.op.part
                     self._done[done] = task.op.batch
-                    if done in self._waited_for:
-                        self._changed.notify_all()
+                    self._wake(self._waiting_for.get(done, ()))
 
     def _wait(self, task: Task) -> bool:
         """Returns True when the task may run, False if it is left out."""
         batch = task.op.batch
-        with self._changed:
+        with self._lock:
             while True:
                 if self._stop_all or batch >= self._last or batch >= self._cut.get(task.lane, self._last):
                     return False
@@ -107,17 +108,21 @@ class Lanes:
                 if any(op.batch >= self._cut.get(self._lane_of[op.name, op.part], self._last) for op in missing):
                     self._leave(task.lane, batch)
                     return False
-                self._changed.wait()
+                self._changed[task.lane].wait()
 
     def _is_done(self, op: Op) -> bool:
         return op.batch < self._first or self._done.get((op.name, op.part), self._first - 1) >= op.batch
 
     def _leave(self, lane: str, batch: int) -> None:
         self._cut[lane] = min(batch, self._cut.get(lane, batch))
-        self._changed.notify_all()
+        self._wake(self._changed)
+
+    def _wake(self, lanes: Iterable[str]) -> None:
+        for lane in lanes:
+            self._changed[lane].notify()
 
     def _fail(self, task: Task, failure: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._failures.append((task.op.batch, failure))
             self._stop_all |= not isinstance(failure, TrainingError)
             self._leave(task.lane, self._first if self._stop_all else task.op.batch)

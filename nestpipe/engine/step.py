@@ -19,11 +19,14 @@ from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, Output
 from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.dense import Dense
+from nestpipe.engine.mixing import warn_if_mixed
 from nestpipe.engine.versions import Versions
+from nestpipe.exchange.layout import Layout, Sizes, payload_layout
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
-from nestpipe.exchange.source import SourceRoute, payload_layout
+from nestpipe.exchange.source import SourceRoute
 from nestpipe.exchange.transport import Transport
+from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, rows_of, scatter_add
 from nestpipe.store.disk import DiskStore
@@ -51,8 +54,9 @@ class Context:
 
     step: int
     batch: Batch
-    bounds: list[int]  # micro-batch m is samples bounds[m] to bounds[m + 1]
+    window: Window
     arena: Arena
+    order: np.ndarray | None = None  # which samples of the batch as it came these are, if clustering has moved them
     error: BaseException | None = None
     has_data: bool = True  # False: this worker takes part with nothing
     inputs: list[Batch] = dataclasses.field(default_factory=list)  # micro-batches, on the device
@@ -61,8 +65,9 @@ class Context:
     rows: list[Rows] = dataclasses.field(default_factory=list)  # per table: where this owner's rows of the batch lie
     positions: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: which of these each key has
     in_tier: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: their positions in its store
+    sent: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors to the sources
     received: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors from the owners
-    grads: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their gradients, same layout
+    grads: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their gradients, to be sent back
     returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
     leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
     outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
@@ -94,6 +99,7 @@ class StepOperations:
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.retrieved = -1  # the last batch whose keys have been resolved
         self._skip_nonfinite, self._versions = skip_nonfinite, versions
+        self._try_mixing = True  # once
         # Each lane has its own: they hold scratch memory.
         self._source_dedup, self._owner_dedup, self._store_dedup = Deduplicator(), Deduplicator(), Deduplicator()
 
@@ -108,7 +114,7 @@ class StepOperations:
     def h2d(self, ctx: Context) -> None:
         """Micro-batches on the device. They live as long as the batch, and BWD waits for the device, so that no copy is
         given up while a kernel still reads it."""
-        pairs = itertools.pairwise(ctx.bounds)
+        pairs = itertools.pairwise(ctx.window.bounds)
         ctx.inputs = [ctx.batch.slice(first, last).to(self.dense.device) for first, last in pairs]
 
     def route(self, ctx: Context) -> bool:
@@ -116,31 +122,48 @@ class StepOperations:
         if ctx.error is not None:
             self._give_up(ctx)
         try:
-            ctx.source = SourceRoute(ctx.batch, self.plan, self.keys, self._source_dedup, ctx.arena)
+            ctx.source = self._source_route(ctx)
         except Exception as error:  # what the checks of a batch did not foresee
             ctx.error = error
             self._give_up(ctx)
-            ctx.source = SourceRoute(ctx.batch, self.plan, self.keys, self._source_dedup, ctx.arena)
-        ctx.source.sizes[:, 0] = FAILED if ctx.error is not None else HAS_DATA if ctx.has_data else OUT_OF_DATA
-        sizes = self.keys.exchange_rows(ctx.source.sizes)
-        if (sizes[:, 0] == FAILED).any():
+            ctx.source = self._source_route(ctx)
+        ctx.source.sizes.state[:] = FAILED if ctx.error is not None else HAS_DATA if ctx.has_data else OUT_OF_DATA
+        sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables))
+        if (sizes.state == FAILED).any():
             leave_together(self.keys, ctx)
-        if not (sizes[:, 0] == HAS_DATA).any():
+        if not (sizes.state == HAS_DATA).any():
             return False
-        _, counts = payload_layout(sizes, self.plan)
+        _, counts = payload_layout(sizes, self.plan, ctx.window)
         received = ctx.arena.take("payload in", int(counts.sum()), np.int32)
         payload = self.keys.all_to_all(ctx.source.payload, ctx.source.payload_counts, received, counts)
-        ctx.owner = OwnerRoute(sizes, payload, self.plan, self._owner_dedup, ctx.arena)
+        ctx.owner = OwnerRoute(sizes, payload, self.plan, ctx.window, self._owner_dedup, ctx.arena)
+        for dim in self.plan.groups:
+            ctx.sent[dim], ctx.received[dim] = self._buffers(ctx, dim, "vectors", ctx.owner.vectors, ctx.source.vectors)
         return True
+
+    def _source_route(self, ctx: Context) -> SourceRoute:
+        return SourceRoute(ctx.batch, self.plan, ctx.window, self.keys, self._source_dedup, ctx.arena)
+
+    def _buffers(self, ctx: Context, dim: int, what: str, out: Layout, into: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """What leaves and what comes; with a single worker it is the same."""
+        leaves = ctx.arena.take(f"{what} out {dim}", (out.total(dim), dim), np.float32)
+        if self.rows.world == 1:
+            return leaves, leaves
+        return leaves, ctx.arena.take(f"{what} in {dim}", (into.total(dim), dim), np.float32)
 
     def _give_up(self, ctx: Context) -> None:
         """From here on the worker takes part with an empty batch."""
         ctx.batch = Batch.empty([f.name for f in self.plan.features])
-        ctx.bounds = [0] * len(ctx.bounds)
+        ctx.window = dataclasses.replace(ctx.window, bounds=[0] * len(ctx.window.bounds))
         self.h2d(ctx)
 
     def retrieve(self, ctx: Context) -> None:
-        """Finds the rows asked of this owner; those of new keys are born. Rows of a lower tier go into a buffer."""
+        """Finds the rows asked of this owner; those of new keys are born. Rows of a lower tier go into a buffer. The
+        gradients of the batch start from zero."""
+        for dim, members in self.plan.groups.items():
+            ctx.grads[dim], ctx.returned[dim] = self._buffers(ctx, dim, "grads", ctx.source.grads, ctx.owner.grads)
+            if not all(self.plan.at_owner[k] for k in members):  # gradients of rows are added up, those of bags put
+                ctx.grads[dim][:] = 0
         ctx.rows, ctx.positions, ctx.in_tier = [], [], []
         for k in range(len(self.stores)):
             try:
@@ -191,42 +214,38 @@ class StepOperations:
             ctx.rows.append(rows_of(values))
             ctx.positions.append(np.arange(len(values)))
 
-    def emb(self, ctx: Context, *, train: bool = True) -> None:
-        """Sends rows (or bags pooled here) to the workers that asked for them."""
-        if train and self._versions is not None and ctx.error is None:
+    def emb(self, ctx: Context, part: int = 0, *, train: bool = True) -> None:
+        """Sends the rows (or bags pooled here) of a part of the window to the workers that asked for them."""
+        if train and part == 0 and self._versions is not None and ctx.error is None:
             try:
                 for k, store in enumerate(self.stores):
                     self._versions.read(k, store.table.name, ctx.step)
             except AssertionError as error:
                 ctx.error = error
         for dim, members in self.plan.groups.items():
-            to_send, to_come = ctx.owner.vectors[dim], ctx.source.vectors[dim]
-            sent = ctx.arena.take(f"vectors out {dim}", (int(to_send.sum()), dim), np.float32)
             for k in members:
-                ctx.owner.answer(k, ctx.rows[k], ctx.positions[k], sent)
-            received = ctx.arena.take(f"vectors in {dim}", (int(to_come.sum()), dim), np.float32)
-            ctx.received[dim] = self.rows.all_to_all(sent, to_send, received, to_come)
-            grads = ctx.arena.take(f"grads out {dim}", (int(to_come.sum()), dim), np.float32)
-            if not all(self.plan.at_owner[k] for k in members):  # gradients of rows are added up, those of bags put
-                grads[:] = 0
-            ctx.grads[dim] = grads
+                ctx.owner.answer(k, part, ctx.rows[k], ctx.positions[k], ctx.sent[dim])
+            self._travel(dim, part, ctx.sent[dim], ctx.owner.vectors, ctx.received[dim], ctx.source.vectors)
+
+    def _travel(self, dim: int, part: int, sent: np.ndarray, out: Layout, received: np.ndarray, into: Layout) -> None:
+        leaves, comes = sent[out.part(dim, part)], received[into.part(dim, part)]
+        self.rows.all_to_all(leaves, out.counts[dim][part], comes, into.counts[dim][part])
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def inputs(self, ctx: Context, m: int, *, train: bool) -> tuple[Batch, dict[str, Any]]:
         """Micro-batch m and its rows, as the model gets them."""
-        first, last = ctx.bounds[m], ctx.bounds[m + 1]
         batch = ctx.inputs[m]
         rows: dict[str, Any] = {}
         leaves = ctx.leaves[m] = {}
         for feature in self.plan.features:
             entries = ctx.source.entries[feature.name]
-            source, offsets = rows_of(ctx.received[entries.dim]), entries.offsets[first : last + 1]
+            source, offsets = rows_of(ctx.received[entries.dim]), entries.of(m, batch.size)
             if feature.pooling is None:
                 leaf = torch.empty(int(offsets[-1] - offsets[0]), entries.dim)
                 gather(source, entries.positions[offsets[0] : offsets[-1]], NONE, leaf.numpy())
             else:
-                leaf = torch.empty(last - first, entries.dim)
+                leaf = torch.empty(batch.size, entries.dim)
                 pool(source, entries.positions, offsets, entries.weights, NONE, leaf.numpy())
             leaf = leaf.to(self.dense.device).requires_grad_(train)
             rows[feature.name] = leaf if feature.pooling else Jagged(leaf, batch.keys[feature.name].offsets)
@@ -235,7 +254,7 @@ class StepOperations:
 
     def forward(self, ctx: Context, m: int) -> None:
         """Runs the model on micro-batch m; adds its losses to the batch's totals."""
-        reduce = m == len(ctx.bounds) - 2
+        reduce = m == ctx.window.micro_batches - 1
         if ctx.error is None:
             try:
                 self._forward(ctx, m, reduce=reduce)
@@ -249,6 +268,9 @@ class StepOperations:
         batch, rows = self.inputs(ctx, m, train=True)
         if not batch.size and not reduce:
             return
+        if self._try_mixing and ctx.window.micro_batches > 1 and batch.size > 1:
+            self._try_mixing = False
+            warn_if_mixed(self.dense.model, batch, rows)
         output = self.dense.forward(batch, rows, reduce=reduce)
         ctx.outputs[m] = output
         if not batch.size:
@@ -264,8 +286,10 @@ class StepOperations:
             ctx.totals[3] += 1
             if not self._skip_nonfinite:
                 sample = int((~torch.isfinite(values)).nonzero()[0])
+                number = ctx.window.bounds[m] + sample
+                number = number if ctx.order is None else int(ctx.order[number])
                 raise ValueError(
-                    f"the {what} of sample {ctx.bounds[m] + sample} is {float(values[sample])}; look at that sample and at "
+                    f"the {what} of sample {number} is {float(values[sample])}; look at that sample and at "
                     f"the learning rates, or set on_nonfinite='skip' to leave such batches out and count them"
                 )
 
@@ -275,20 +299,23 @@ class StepOperations:
         leaves = ctx.leaves.pop(m, {})
         if output is None:
             return
-        self.dense.backward(output.losses.sum(), reduce=m == len(ctx.bounds) - 2)
-        first, last = ctx.bounds[m], ctx.bounds[m + 1]
+        self.dense.backward(output.losses.sum(), reduce=m == ctx.window.micro_batches - 1)
         for feature in self.plan.features if ctx.error is None else ():
             leaf = leaves[feature.name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             entries = ctx.source.entries[feature.name]
-            offsets = entries.offsets[first : last + 1]
+            offsets, positions, grads = (
+                entries.of(m, ctx.inputs[m].size),
+                entries.grad_positions,
+                ctx.grads[entries.dim],
+            )
             values = grad.cpu().contiguous().numpy()
             if entries.once:
-                pool_put(values, entries.positions, offsets, ctx.grads[entries.dim])
+                pool_put(values, positions, offsets, grads)
             elif feature.pooling is None:
-                scatter_add(values, NONE, entries.positions[offsets[0] : offsets[-1]], ctx.grads[entries.dim])
+                scatter_add(values, NONE, positions[offsets[0] : offsets[-1]], grads)
             else:
-                pool_add(values, NONE, entries.positions, offsets, entries.weights, ctx.grads[entries.dim])
+                pool_add(values, NONE, positions, offsets, entries.weights, grads)
 
     def agree(self, ctx: Context) -> None:
         """Sums losses, weights and troubles over workers; raises on every worker if one has trouble."""
@@ -302,12 +329,10 @@ class StepOperations:
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
 
-    def grad(self, ctx: Context) -> None:
-        """Sends gradients back to the owners of the rows."""
-        for dim in self.plan.groups if ctx.trains else ():
-            to_send, to_come = ctx.source.vectors[dim], ctx.owner.vectors[dim]
-            received = ctx.arena.take(f"grads in {dim}", (int(to_come.sum()), dim), np.float32)
-            ctx.returned[dim] = self.rows.all_to_all(ctx.grads[dim], to_send, received, to_come)
+    def grad(self, ctx: Context, part: int = 0) -> None:
+        """Sends the gradients that are complete with a part of the window back to the owners of the rows."""
+        for dim in self.plan.groups:
+            self._travel(dim, part, ctx.grads[dim], ctx.source.grads, ctx.returned[dim], ctx.owner.grads)
 
     def update(self, ctx: Context) -> StepResult:
         """Applies every optimizer once, to the sum over all workers divided by the global weight."""
@@ -344,14 +369,9 @@ class StepOperations:
         """After a run: raises on every worker if one has had trouble since its last batch agreed."""
         troubles = np.array([self.trouble is not None], np.int64)
         if self.rows.sum(troubles)[0]:
-            leave_together(self.rows, Context(step, Batch({}), [0, 0], Arena(), error=self.trouble))
+            leave_together(self.rows, Context(step, Batch({}), Window([0, 0]), Arena(), error=self.trouble))
 
 
 def leave_together(transport: Transport, ctx: Context) -> None:
     """Raises the same error on every worker: all causes, by rank."""
     transport.raise_together(ctx.error, what=f"batch {ctx.step}")
-
-
-def micro_batch_bounds(size: int, count: int) -> list[int]:
-    """Cuts `size` samples into `count` runs that differ by at most one sample; some are empty if size < count."""
-    return [size * m // count for m in range(count + 1)]

@@ -1,6 +1,6 @@
 """The owner's side of an exchange: from received messages to rows, and from received gradients to gradients by row.
 
-Legend: E keys received of one table from all sources, V distinct ones.
+Legend: E keys received of one table from all sources, V distinct ones, W sources, P parts of the window.
 """
 
 from __future__ import annotations
@@ -10,12 +10,32 @@ import dataclasses
 import numpy as np
 
 from nestpipe.arena import Arena
+from nestpipe.exchange.layout import Sizes, lay_out, payload_layout, starts
 from nestpipe.exchange.plan import ExchangePlan
-from nestpipe.exchange.source import FIELDS, payload_layout, starts, vector_layout
+from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator, compose
 from nestpipe.kernels.route import copy_segments, segment_places, spread_over_bags
 from nestpipe.kernels.rows import ONES, Rows, gather, pool
 from nestpipe.kernels.update import Gradients, group_by_row
+from nestpipe.kernels.window import count_by_part, places_by_part
+
+
+@dataclasses.dataclass
+class Answer:
+    """What to send of one table, in the order of parts, then sources.
+
+    row: which of the V distinct keys each entry is.
+    targets: which vector in the buffer of the dim it goes into: one per entry, or one per bag.
+    bags: offsets of bags into the entries, where they are pooled here; else None.
+    weights: may be empty.
+    ends: [P], how many targets there are up to the end of each part.
+    """
+
+    row: np.ndarray
+    targets: np.ndarray
+    bags: np.ndarray | None
+    weights: np.ndarray
+    ends: list[int]
 
 
 @dataclasses.dataclass
@@ -23,85 +43,156 @@ class OwnedKeys:
     """What is asked of one table of this owner for one batch.
 
     keys_V: distinct keys.
-    row_E: which of them each received key is; vector_E: which vector in the buffer of its dim its row goes into.
+    row_E: which of them each received key is, in the order of sources; grad_E: which vector in the returned buffer of the
+        dim its gradient is. In this order gradients are added up, whatever the parts.
     weights_E: may be empty.
-    bags: offsets [bags + 1] into the received keys, and the bags' vectors, if they are pooled here; else None.
     """
 
     keys_V: np.ndarray
     row_E: np.ndarray
-    vector_E: np.ndarray
+    grad_E: np.ndarray
     weights_E: np.ndarray
-    bags: tuple[np.ndarray, np.ndarray] | None
+    answer: Answer
 
     def merge(self, places: np.ndarray) -> None:
         """Keys that share a row become one: key v is now row places[v]."""
         compose(self.row_E, places, self.row_E)
+        if self.answer.row is not self.row_E:
+            compose(self.answer.row, places, self.answer.row)
 
 
 class OwnerRoute:
     """What the others ask of this worker for one batch.
 
-    vectors[dim]: [W] vectors to send to each worker.
+    vectors, grads: how the vectors to send, and the gradients that will come back, lie in the buffers of their dims.
     tables[k]: see OwnedKeys.
     """
 
     def __init__(
-        self, sizes: np.ndarray, payload: np.ndarray, plan: ExchangePlan, dedup: Deduplicator, arena: Arena
-    ) -> None:
-        self._plan, self._arena = plan, arena
-        vector_start, self.vectors = vector_layout(sizes, plan)
-        word_start, _ = payload_layout(sizes, plan)
-        self.tables = []
-        for k in range(len(plan.tables)):
-            fields = np.ascontiguousarray(sizes[:, 1 + k * FIELDS : 1 + (k + 1) * FIELDS].T)
-            self.tables.append(self._owned(k, fields, payload, word_start[k], vector_start[k], dedup))
-
-    def _owned(
         self,
-        k: int,
-        fields: np.ndarray,
+        sizes: Sizes,
         payload: np.ndarray,
-        word_start: np.ndarray,
-        vector_start: np.ndarray,
+        plan: ExchangePlan,
+        window: Window,
         dedup: Deduplicator,
-    ) -> OwnedKeys:
-        take = self._arena.take
-        counts, vectors, weighted = fields
+        arena: Arena,
+    ) -> None:
+        self._plan, self._window, self._arena, self._payload = plan, window, arena, payload
+        self._words, _ = payload_layout(sizes, plan, window)
+        self._keys, self._weighted = np.ascontiguousarray(sizes.keys), sizes.weighted
+        self._vectors = sizes.vectors  # [K, P, W]
+        self.vectors = self.grads = lay_out(self._vectors, plan)
+        last = [self._last_use(k) for k in range(len(plan.tables))]
+        if window.last_use is not None:
+            grad_counts = self._vectors.copy()
+            for k, parts in enumerate(last):
+                if parts is not None:
+                    count_by_part(parts, self._keys[k], np.arange(len(sizes.table)), grad_counts[k])
+            self.grads = lay_out(grad_counts, plan)
+        self.tables = [self._owned(k, last[k], dedup) for k in range(len(plan.tables))]
+
+    def _last_use(self, k: int) -> np.ndarray | None:
+        """The last part that uses each received key; None where it is the one that asks."""
+        kind = self._window.last_use
+        if kind is None or self._plan.at_owner[k]:
+            return None
+        parts = self._arena.take(f"owned last use {k}", int(self._keys[k].sum()), kind)
+        source_start = self._words[k, 3] * (4 // kind.itemsize)
+        copy_segments(self._payload.view(kind), source_start, parts, starts(self._keys[k]), self._keys[k])
+        return parts
+
+    def _owned(self, k: int, last: np.ndarray | None, dedup: Deduplicator) -> OwnedKeys:
+        take, counts, words = self._arena.take, self._keys[k], self._words[k]
         key_start, num_keys = starts(counts), int(counts.sum())
         keys = take(f"received keys {k}", num_keys, np.int64)
-        copy_segments(payload, word_start[0], keys.view(np.int32), key_start * 2, counts * 2)
+        copy_segments(self._payload, words[0], keys.view(np.int32), key_start * 2, counts * 2)
         unique, row = take(f"owned unique {k}", num_keys, np.int64), take(f"owned rows {k}", num_keys, np.int32)
         unique = unique[: dedup(keys, unique, row)]
-        targets = take(f"owned targets {k}", int(vectors.sum()), np.int32)
-        segment_places(vectors, vector_start, targets)
-        if not self._plan.at_owner[k]:
-            return OwnedKeys(unique, row, targets, ONES, None)
+        if self._plan.at_owner[k]:
+            return self._owned_bags(k, unique, row)
 
-        lengths = take(f"owned lengths {k}", len(targets), np.int32)
-        copy_segments(payload, word_start[1], lengths, starts(vectors), vectors)
-        offsets = take(f"owned offsets {k}", len(lengths) + 1, np.int64)
+        targets = take(f"owned targets {k}", num_keys, np.int32)
+        vectors = self._vectors[k]
+        segment_places(vectors.ravel(), self.vectors.start[k].ravel(), targets)
+        answer = Answer(self._by_part(f"{k}", row, vectors), targets, None, ONES, self._ends(k))
+        grads = targets
+        if last is not None:
+            grads = take(f"owned grads {k}", num_keys, np.int32)
+            places_by_part(last, counts, np.arange(len(counts)), self.grads.start[k].copy(), grads)
+        elif self._window.parts > 1:
+            grads = take(f"owned grads {k}", num_keys, np.int32)
+            segment_places(vectors.T.ravel(), self.grads.start[k].T.ravel(), grads)
+        return OwnedKeys(unique, row, grads, ONES, answer)
+
+    def _owned_bags(self, k: int, unique: np.ndarray, row: np.ndarray) -> OwnedKeys:
+        take, counts, words, vectors = self._arena.take, self._keys[k], self._words[k], self._vectors[k]
+        num_bags, from_source = int(vectors.sum()), vectors.sum(axis=0)
+        lengths, grad_targets = (
+            take(f"owned lengths {k}", num_bags, np.int32),
+            take(f"owned bags {k}", num_bags, np.int32),
+        )
+        copy_segments(self._payload, words[1], lengths, starts(from_source), from_source)
+        offsets = self._offsets(f"owned offsets {k}", lengths)
+        segment_places(vectors.T.ravel(), self.grads.start[k].T.ravel(), grad_targets)
+        grads = take(f"owned grads {k}", len(row), np.int32)
+        spread_over_bags(offsets, grad_targets, grads)
+        weights = ONES
+        if self._weighted[k].any():
+            weights = take(f"owned weights {k}", len(row), np.float32)
+            weights[:] = 1  # of sources that sent none
+            sent = counts * self._weighted[k]
+            copy_segments(self._payload, words[2], weights.view(np.int32), starts(counts), sent)
+
+        targets, answer_offsets = take(f"owned targets {k}", num_bags, np.int32), offsets
+        segment_places(vectors.ravel(), self.vectors.start[k].ravel(), targets)
+        keys_of = np.diff(offsets[np.append(starts(vectors.T.ravel()), num_bags)]).reshape(vectors.T.shape).T  # [P, W]
+        if self._window.parts > 1:
+            answer_offsets = self._offsets(f"answer offsets {k}", self._by_part(f"lengths {k}", lengths, vectors))
+        answer = Answer(
+            self._by_part(f"{k}", row, keys_of),
+            targets,
+            answer_offsets,
+            self._by_part(f"weights {k}", weights, keys_of) if len(weights) else ONES,
+            self._ends(k),
+        )
+        return OwnedKeys(unique, row, grads, weights, answer)
+
+    def _offsets(self, name: str, lengths: np.ndarray) -> np.ndarray:
+        offsets = self._arena.take(name, len(lengths) + 1, np.int64)
         offsets[0] = 0
         np.cumsum(lengths, out=offsets[1:])
-        weights = ONES
-        if weighted.any():
-            weights = take(f"owned weights {k}", num_keys, np.float32)
-            weights[:] = 1  # of sources that sent none
-            copy_segments(payload, word_start[2], weights.view(np.int32), key_start, counts * weighted)
-        vector = take(f"owned vectors {k}", num_keys, np.int32)
-        spread_over_bags(offsets, targets, vector)
-        return OwnedKeys(unique, row, vector, weights, (offsets, targets))
+        return offsets
 
-    def answer(self, k: int, rows: Rows, positions_V: np.ndarray, out: np.ndarray) -> None:
-        """Writes what the sources asked of table k into the buffer of its dim; key v's row is record positions_V[v]."""
-        owned = self.tables[k]
-        positions = self._arena.take(f"owned positions {k}", len(owned.row_E), np.int64)
-        compose(owned.row_E, positions_V, positions)
-        if owned.bags is None:
-            gather(rows, positions, owned.vector_E, out)
+    def _by_part(self, name: str, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Values that lie by source, then part, brought into the order of parts, then sources. counts: [P, W]"""
+        if self._window.parts == 1:
+            return values
+        out = self._arena.take(f"answer {name}", len(values), values.dtype)
+        by_source = starts(counts.T.ravel()).reshape(counts.T.shape).T
+        copy_segments(values, by_source.ravel(), out, starts(counts.ravel()), counts.ravel())
+        return out
+
+    def _ends(self, k: int) -> list[int]:
+        return np.cumsum(self._vectors[k].sum(axis=1)).tolist()
+
+    def answer(self, k: int, part: int, rows: Rows, positions_V: np.ndarray, out: np.ndarray) -> None:
+        """Writes what the sources ask of table k with a part into the buffer of its dim; key v's row is positions_V[v]."""
+        answer = self.tables[k].answer
+        a, z = answer.ends[part - 1] if part else 0, answer.ends[part]
+        if answer.bags is None:
+            positions = self._positions(answer.row[a:z], positions_V)
+            gather(rows, positions, answer.targets[a:z], out)
         else:
-            offsets, targets = owned.bags
-            pool(rows, positions, offsets, owned.weights_E, targets, out)
+            offsets = answer.bags[a : z + 1]
+            first, last = offsets[0], offsets[-1]
+            positions = self._positions(answer.row[first:last], positions_V)
+            weights = answer.weights[first:last] if len(answer.weights) else ONES
+            pool(rows, positions, offsets - first if first else offsets, weights, answer.targets[a:z], out)
+
+    def _positions(self, row: np.ndarray, positions_V: np.ndarray) -> np.ndarray:
+        positions = self._arena.take("owned positions", len(row), np.int64)
+        compose(row, positions_V, positions)
+        return positions
 
     def gradients(self, k: int, num_rows: int, received: np.ndarray) -> Gradients:
         """The received gradients by row of table k: of each row, in the order of source ranks."""
@@ -109,5 +200,5 @@ class OwnerRoute:
         num_entries, num_weights = len(owned.row_E), len(owned.weights_E)
         start, cursor = take(f"start {k}", num_rows + 1, np.int32), take(f"cursor {k}", num_rows, np.int32)
         origins, weights = take(f"origins {k}", num_entries, np.int32), take(f"by row {k}", num_weights, np.float32)
-        group_by_row(owned.row_E, num_rows, owned.vector_E, owned.weights_E, start, cursor, origins, weights)
+        group_by_row(owned.row_E, num_rows, owned.grad_E, owned.weights_E, start, cursor, origins, weights)
         return Gradients(received, start, origins, weights)

@@ -1,6 +1,6 @@
 """The source's side of an exchange: from the keys of a batch to messages, and where the answers will lie.
 
-Legend: K tables, W workers, T keys of one table in the batch, U distinct ones.
+Legend: K tables, W workers, P parts of the window, T keys of one table in the batch, R rows (or bags) asked for.
 """
 
 from __future__ import annotations
@@ -10,206 +10,281 @@ import dataclasses
 import numpy as np
 
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch
+from nestpipe.batch import Batch, Jagged
+from nestpipe.exchange.layout import Sizes, lay_out, payload_layout, starts
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
+from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator, bucket, compose
 from nestpipe.kernels.route import copy_segments, count_bags, fill_bags, mean_weights, segment_places
 from nestpipe.kernels.rows import ONES
-
-FIELDS = 3  # of a size entry: keys, vectors, 1 if keys have weights
+from nestpipe.kernels.window import count_by_part, distinct_in_each, first_and_last_use, places_by_part
+from nestpipe.tables import Feature
 
 
 @dataclasses.dataclass
 class Entries:
-    """Where a feature's vectors lie in the received buffer of its dim: sample b has positions[offsets[b]:offsets[b + 1]].
+    """Where a feature's vectors lie in the received buffer of its dim, and their gradients in the buffer that goes back.
 
-    One entry per key where rows travel, one per owner where bags are pooled there. weights may be empty: 1 each.
+    Sample i of micro-batch m has the positions offsets[first[m] + i] to offsets[first[m] + i + 1]: one per key where rows
+    travel, one per owner where bags are pooled there.
+    weights: may be empty: 1 each.
     once: no position occurs twice in all samples (each bag has vectors of its own), and weights are 1.
     """
 
     dim: int
     positions: np.ndarray
+    grad_positions: np.ndarray
     offsets: np.ndarray
+    first: list[int]
     weights: np.ndarray
     once: bool
+
+    def of(self, m: int, num_samples: int) -> np.ndarray:
+        """The offsets of micro-batch m."""
+        return self.offsets[self.first[m] : self.first[m] + num_samples + 1]
 
 
 @dataclasses.dataclass
 class _TableKeys:
-    """One table's keys in the batch, of all its features."""
+    """One table's keys in the batch, of all its features: micro-batch by micro-batch, in each feature by feature."""
 
     keys: np.ndarray  # [T]
-    offsets: list[np.ndarray]  # per feature, into the T keys
+    offsets: np.ndarray  # of every sample of every feature, in that order
     weights: np.ndarray  # [T] or empty
 
 
 @dataclasses.dataclass
 class _RowRequest:
-    """The distinct keys of a table, by owner: their rows are sent."""
+    """The distinct keys of a table, by part and owner: their rows are sent."""
 
     inverse_T: np.ndarray
-    place_U: np.ndarray
-    keys_U: np.ndarray
-    counts: np.ndarray  # [W]
+    place_R: np.ndarray
+    keys_R: np.ndarray
+    last_R: np.ndarray  # the last part that uses each; empty if it is the one that asks
+    counts: np.ndarray  # [P, W]
 
 
 @dataclasses.dataclass
 class _BagRequest:
-    """The bags of a table, to be cut into a part per owner: their pooled vectors are sent.
+    """The bags of a table, to be cut into a piece per owner: their pooled vectors are sent.
 
     Keys go as they are: an owner needs to know which keys each bag has, and deduplicates them itself.
     """
 
-    offsets: np.ndarray  # of the bags of all features
     owner_T: np.ndarray
-    num_bags: np.ndarray  # [W]
-    num_keys: np.ndarray  # [W]
+    num_bags: np.ndarray  # [P, W]
+    num_keys: np.ndarray  # [P, W]
 
 
 class SourceRoute:
     """What this worker asks of the others for one batch.
 
-    sizes: [W, 1 + K * FIELDS]; column 0 is left to the caller.
+    sizes: what each worker is told first, see Sizes.
     payload: int32 words, payload_counts of them to each worker.
-    vectors[dim]: [W] vectors to come from each worker, in the order of tables.
+    vectors, grads: how the vectors that come lie in the buffer of their dim, and how their gradients do.
     entries[feature]: see Entries.
     """
 
     def __init__(
-        self, batch: Batch, plan: ExchangePlan, transport: Transport, dedup: Deduplicator, arena: Arena
+        self,
+        batch: Batch,
+        plan: ExchangePlan,
+        window: Window,
+        transport: Transport,
+        dedup: Deduplicator,
+        arena: Arena,
     ) -> None:
-        self._plan, self._transport, self._arena = plan, transport, arena
+        self._plan, self._window, self._transport, self._arena = plan, window, transport, arena
         tables = [self._keys(k, batch) for k in range(len(plan.tables))]
         rows = {k: self._ask_rows(k, t, dedup) for k, t in enumerate(tables) if plan.at_owner[k] is not True}
         bags = {k: self._ask_bags(k, t) for k, t in enumerate(tables) if plan.at_owner[k] is not False}
         if plan.undecided:
             _decide(plan, transport, tables, rows, bags)
 
-        self.sizes = np.zeros((transport.world, 1 + len(tables) * FIELDS), np.int64)
+        self.sizes = Sizes.empty(transport.world, len(tables), window.parts)
+        grad_counts = np.zeros((len(tables), window.parts, transport.world), np.int64)
         for k, table in enumerate(tables):
-            column = self.sizes[:, 1 + k * FIELDS :]
             if plan.at_owner[k]:
-                column[:, 0], column[:, 1] = bags[k].num_keys, bags[k].num_bags
-                column[:, 2] = len(table.weights) > 0
+                self.sizes.put(k, bags[k].num_keys.sum(axis=0), bags[k].num_bags, weighted=len(table.weights) > 0)
+                grad_counts[k] = bags[k].num_bags
             else:
-                column[:, 0] = column[:, 1] = rows[k].counts
-        vector_start, self.vectors = vector_layout(self.sizes, plan)
-        word_start, self.payload_counts = payload_layout(self.sizes, plan)
+                self.sizes.put(k, rows[k].counts.sum(axis=0), rows[k].counts, weighted=False)
+                grad_counts[k] = self._count_grads(rows[k])
+        self.vectors = lay_out(self.sizes.vectors, plan)
+        self.grads = self.vectors if window.last_use is None else lay_out(grad_counts, plan)
+        word_start, self.payload_counts = payload_layout(self.sizes, plan, window)
         self.payload = arena.take("payload out", int(self.payload_counts.sum()), np.int32)
         self.entries: dict[str, Entries] = {}
         for k, table in enumerate(tables):
             if plan.at_owner[k]:
-                self._lay_out_bags(k, table, bags[k], word_start[k], vector_start[k])
+                self._lay_out_bags(k, table, bags[k], word_start[k])
             else:
-                self._lay_out_rows(k, table, rows[k], word_start[k], vector_start[k])
+                self._lay_out_rows(k, table, rows[k], word_start[k])
+
+    # -- what is asked for -------------------------------------------------------------------------------------------
 
     def _keys(self, k: int, batch: Batch) -> _TableKeys:
         features = self._plan.features_of[k]
         lists = [batch.keys[feature.name] for feature in features]
-        values = [jagged.values.numpy() for jagged in lists]
-        first = [0, *np.cumsum([len(v) for v in values]).tolist()]
-        keys = np.ascontiguousarray(values[0]) if len(values) == 1 else np.concatenate(values)
-        weights = ONES
-        if any(
+        weighted = any(
             f.pooling == "mean" or (f.pooling and j.weights is not None) for f, j in zip(features, lists, strict=True)
-        ):
-            weights = self._arena.take(f"weights {k}", len(keys), np.float32)
-            for feature, jagged, start in zip(features, lists, first[:-1], strict=True):
-                given = ONES if jagged.weights is None else jagged.weights.detach().float().contiguous().numpy()
-                if feature.pooling == "mean":
-                    mean_weights(jagged.offsets.numpy(), given, start, weights)
-                else:
-                    weights[start : start + len(jagged.values)] = given if len(given) else 1.0
-        offsets = [jagged.offsets.numpy() + start for jagged, start in zip(lists, first[:-1], strict=True)]
-        return _TableKeys(keys, offsets, weights)
+        )
+        weights = [self._weights(f, j) if weighted else ONES for f, j in zip(features, lists, strict=True)]
+        if len(lists) == 1:
+            (jagged,) = lists
+            return _TableKeys(np.ascontiguousarray(jagged.values.numpy()), jagged.offsets.numpy(), weights[0])
+        keys, offsets, by_key, total = [], [], [], 0
+        for first, last in zip(self._window.bounds[:-1], self._window.bounds[1:], strict=True):
+            for jagged, of_feature in zip(lists, weights, strict=True):
+                all_offsets = jagged.offsets.numpy()
+                a, z = int(all_offsets[first]), int(all_offsets[last])
+                keys.append(jagged.values.numpy()[a:z])
+                by_key.append(of_feature[a:z])
+                offsets.append(all_offsets[first:last] + (total - a))
+                total += z - a
+        offsets.append(np.array([total]))
+        return _TableKeys(np.concatenate(keys), np.concatenate(offsets), np.concatenate(by_key))
+
+    def _weights(self, feature: Feature, jagged: Jagged) -> np.ndarray:
+        """What each key counts in the sum over its bag."""
+        given = ONES if jagged.weights is None else jagged.weights.detach().float().contiguous().numpy()
+        weights = self._arena.take(f"weights {feature.name}", len(jagged.values), np.float32)
+        if feature.pooling == "mean":
+            mean_weights(jagged.offsets.numpy(), given, 0, weights)
+        else:
+            weights[:] = given if feature.pooling and len(given) else 1.0
+        return weights
+
+    def _ends(self, k: int, table: _TableKeys) -> np.ndarray:
+        """How many of a table's keys there are up to the end of each micro-batch."""
+        return table.offsets[np.array(self._window.bounds[1:]) * len(self._plan.features_of[k])]
 
     def _ask_rows(self, k: int, table: _TableKeys, dedup: Deduplicator) -> _RowRequest:
-        """Deduplicates the keys and sorts them by owner."""
-        world, take, num_keys = self._transport.world, self._arena.take, len(table.keys)
+        """Deduplicates the keys, of the batch or of each micro-batch, and sorts them by part and owner."""
+        world, take, window = self._transport.world, self._arena.take, self._window
+        num_keys = len(table.keys)
         unique, inverse = take(f"unique {k}", num_keys, np.int64), take(f"inverse {k}", num_keys, np.int32)
-        unique = unique[: dedup(table.keys, unique, inverse)]
-        owner, place = take(f"owner {k}", len(unique), np.int32), take(f"place {k}", len(unique), np.int32)
-        bucketed, counts = take(f"bucketed {k}", len(unique), np.int64), np.zeros(world, np.int64)
-        bucket(unique, world, owner, counts, np.empty(world, np.int64), bucketed, place)
-        return _RowRequest(inverse, place, bucketed, counts)
+        asked = unique = unique[: dedup(table.keys, unique, inverse)]
+        num_new, last = np.zeros(window.micro_batches, np.int64), np.empty(0, np.uint8)
+        if not window.cached and window.micro_batches > 1:
+            origin, scratch = take(f"origin {k}", num_keys, np.int32), take(f"request {k}", len(unique), np.int32)
+            origin = origin[: distinct_in_each(inverse, self._ends(k, table), num_new, scratch, origin)]
+            asked = take(f"asked {k}", len(origin), np.int64)
+            compose(origin, unique, asked)
+        elif window.last_use is not None:
+            last = take(f"last use {k}", len(unique), window.last_use)
+            first_and_last_use(inverse, self._ends(k, table), num_new, last)
+        part_ends = np.cumsum(num_new).tolist() if window.parts > 1 else [len(asked)]
+        owner, place = take(f"owner {k}", len(asked), np.int32), take(f"place {k}", len(asked), np.int32)
+        bucketed, counts = take(f"bucketed {k}", len(asked), np.int64), np.zeros((window.parts, world), np.int64)
+        scratch, a = np.empty(world, np.int64), 0
+        for part, z in enumerate(part_ends):
+            bucket(asked[a:z], world, owner[a:z], counts[part], scratch, bucketed[a:z], place[a:z])
+            place[a:z] += a
+            a = z
+        if len(last):
+            by_place = take(f"last use by place {k}", len(last), last.dtype)
+            by_place[place] = last
+            last = by_place
+        return _RowRequest(inverse, place, bucketed, last, counts)
 
     def _ask_bags(self, k: int, table: _TableKeys) -> _BagRequest:
-        world = self._transport.world
-        offsets = np.concatenate([table.offsets[0], *(o[1:] for o in table.offsets[1:])])
-        owner = self._arena.take(f"owner of {k}", len(table.keys), np.int32)
-        num_bags, num_keys = np.zeros(world, np.int64), np.zeros(world, np.int64)
-        count_bags(table.keys, world, offsets, np.empty(world, np.int64), owner, num_bags, num_keys)
-        return _BagRequest(offsets, owner, num_bags, num_keys)
+        world, parts = self._transport.world, self._window.parts
+        owner, scratch = self._arena.take(f"owner of {k}", len(table.keys), np.int32), np.empty(world, np.int64)
+        num_bags, num_keys = np.zeros((parts, world), np.int64), np.zeros((parts, world), np.int64)
+        for part, offsets in enumerate(self._bags_of_parts(k, table.offsets)):
+            count_bags(table.keys, world, offsets, scratch, owner, num_bags[part], num_keys[part])
+        return _BagRequest(owner, num_bags, num_keys)
 
-    def _lay_out_rows(
-        self, k: int, table: _TableKeys, rows: _RowRequest, word_start: np.ndarray, vector_start: np.ndarray
-    ) -> None:
-        take = self._arena.take
-        copy_segments(rows.keys_U.view(np.int32), starts(rows.counts) * 2, self.payload, word_start[0], rows.counts * 2)
-        # The received buffer is by owner, then by table: first where each distinct key's row will be, then each key's.
-        places = take(f"places {k}", len(rows.keys_U), np.int32)
-        segment_places(rows.counts, vector_start, places)
-        moved = take(f"moved {k}", len(rows.place_U), np.int32)
-        compose(rows.place_U, places, moved)
-        positions = take(f"positions {k}", len(rows.inverse_T), np.int32)
-        compose(rows.inverse_T, moved, positions)
-        for feature, offsets in zip(self._plan.features_of[k], table.offsets, strict=True):
-            weights = table.weights if feature.pooling else ONES
-            self.entries[feature.name] = Entries(self._plan.tables[k].dim, positions, offsets, weights, once=False)
+    def _bags_of_parts(self, k: int, offsets: np.ndarray) -> list[np.ndarray]:
+        bounds = [bound * len(self._plan.features_of[k]) for bound in self._window.part_bounds]
+        return [offsets[a : z + 1] for a, z in zip(bounds[:-1], bounds[1:], strict=True)]
 
-    def _lay_out_bags(
-        self, k: int, table: _TableKeys, bags: _BagRequest, word_start: np.ndarray, vector_start: np.ndarray
-    ) -> None:
-        take, features = self._arena.take, self._plan.features_of[k]
-        num_bags, num_keys = int(bags.num_bags.sum()), len(table.keys)
-        lengths, vectors = take(f"bag lengths {k}", num_bags, np.int32), take(f"positions {k}", num_bags, np.int32)
-        keys = take(f"bag keys {k}", num_keys, np.int64)
-        weights = take(f"bag weights {k}", len(table.weights), np.float32)
-        vector_offsets = take(f"vector offsets {k}", len(bags.offsets), np.int64)
-        bag_start, key_start = starts(bags.num_bags), starts(bags.num_keys)
-        fill_bags(
-            table.keys, bags.owner_T, bags.offsets, table.weights, bag_start.copy(), key_start.copy(),
-            vector_start.copy(), np.empty(self._transport.world, np.int64),
-            lengths, keys, weights, vectors, vector_offsets,
-        )  # fmt: skip
-        copy_segments(keys.view(np.int32), key_start * 2, self.payload, word_start[0], bags.num_keys * 2)
-        copy_segments(lengths, bag_start, self.payload, word_start[1], bags.num_bags)
-        if len(weights):
-            copy_segments(weights.view(np.int32), key_start, self.payload, word_start[2], bags.num_keys)
-        size = (len(bags.offsets) - 1) // len(features)
+    def _count_grads(self, rows: _RowRequest) -> np.ndarray:
+        """How many gradients go to each worker with each part [P, W]."""
+        if self._window.last_use is None:
+            return rows.counts
+        counts = np.empty_like(rows.counts)
+        count_by_part(rows.last_R, rows.counts.ravel(), self._workers(), counts)
+        return counts
+
+    def _workers(self) -> np.ndarray:
+        """The worker of each segment, where segments lie by part, then worker."""
+        return np.tile(np.arange(self._transport.world), self._window.parts)
+
+    # -- where it lies -----------------------------------------------------------------------------------------------
+
+    def _lay_out_rows(self, k: int, table: _TableKeys, rows: _RowRequest, word_start: np.ndarray) -> None:
+        take, counts = self._arena.take, rows.counts.ravel()
+        # In the payload by worker, then part; in buffers by part, then worker.
+        in_payload = (np.cumsum(rows.counts, axis=0) - rows.counts).ravel()
+        worker, segment = self._workers(), starts(counts)
+        words = rows.keys_R.view(np.int32)
+        copy_segments(words, segment * 2, self.payload, word_start[0][worker] + in_payload * 2, counts * 2)
+        places = take(f"places {k}", len(rows.keys_R), np.int32)
+        segment_places(counts, self.vectors.start[k].ravel(), places)
+        positions = grad_positions = self._positions(f"positions {k}", rows, places)
+        if self._window.last_use is not None:
+            size = self._window.last_use.itemsize
+            target, last = self.payload.view(rows.last_R.dtype), rows.last_R
+            copy_segments(last, segment, target, word_start[3][worker] * (4 // size) + in_payload, counts)
+            places_by_part(last, counts, worker, self.grads.start[k].copy(), places)
+            grad_positions = self._positions(f"grad positions {k}", rows, places)
+        features = self._plan.features_of[k]
         for i, feature in enumerate(features):
-            of_feature = vector_offsets[i * size : (i + 1) * size + 1]
-            self.entries[feature.name] = Entries(self._plan.tables[k].dim, vectors, of_feature, ONES, once=True)
+            weights = table.weights if feature.pooling else ONES
+            first = self._first(i, len(features))
+            self.entries[feature.name] = Entries(
+                self._plan.tables[k].dim, positions, grad_positions, table.offsets, first, weights, once=False
+            )
 
+    def _positions(self, name: str, rows: _RowRequest, places: np.ndarray) -> np.ndarray:
+        """From the place of each request to that of each key."""
+        moved = self._arena.take("moved", len(rows.place_R), np.int32)
+        compose(rows.place_R, places, moved)
+        positions = self._arena.take(name, len(rows.inverse_T), np.int32)
+        compose(rows.inverse_T, moved, positions)
+        return positions
 
-def vector_layout(sizes: np.ndarray, plan: ExchangePlan) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """Where the vectors of table k to or from worker w start in the buffer of its dim [K, W], and how many per worker."""
-    start = np.empty((len(plan.tables), len(sizes)), np.int64)
-    totals = {}
-    for dim, members in plan.groups.items():
-        counts = np.stack([sizes[:, 2 + k * FIELDS] for k in members], axis=1)  # [W, tables of this dim]
-        start[members] = starts(counts.ravel()).reshape(counts.shape).T
-        totals[dim] = counts.sum(axis=1)
-    return start, totals
+    def _first(self, i: int, num_features: int) -> list[int]:
+        """Where the samples of the i-th feature of a table begin, for each micro-batch."""
+        bounds = self._window.bounds
+        return [num_features * a + i * (z - a) for a, z in zip(bounds[:-1], bounds[1:], strict=True)]
 
-
-def payload_layout(sizes: np.ndarray, plan: ExchangePlan) -> tuple[np.ndarray, np.ndarray]:
-    """Where keys, bag lengths and weights start in the payload, in int32 words [K, 3, W]; words per worker."""
-    world, num_tables = len(sizes), len(plan.tables)
-    words = np.zeros((world, num_tables, 3), np.int64)
-    for k in range(num_tables):
-        keys, vectors, weighted = sizes[:, 1 + k * FIELDS : 1 + (k + 1) * FIELDS].T
-        words[:, k, 0] = keys * 2
-        words[:, k, 1] = vectors if plan.at_owner[k] else 0
-        words[:, k, 2] = keys * weighted
-    start = starts(words.ravel()).reshape(words.shape)
-    return np.ascontiguousarray(start.transpose(1, 2, 0)), words.sum(axis=(1, 2))
-
-
-def starts(counts: np.ndarray) -> np.ndarray:
-    """Where each of consecutive segments begins."""
-    return np.cumsum(counts) - counts
+    def _lay_out_bags(self, k: int, table: _TableKeys, bags: _BagRequest, word_start: np.ndarray) -> None:
+        take, features = self._arena.take, self._plan.features_of[k]
+        num_bags, num_keys = bags.num_bags.sum(axis=0), bags.num_keys.sum(axis=0)
+        total = int(num_bags.sum())
+        lengths, vectors = take(f"bag lengths {k}", total, np.int32), take(f"positions {k}", total, np.int32)
+        keys = take(f"bag keys {k}", len(table.keys), np.int64)
+        weights = take(f"bag weights {k}", len(table.weights), np.float32)
+        vector_offsets = take(f"vector offsets {k}", len(table.offsets), np.int64)
+        vector_offsets[0] = 0
+        bag_start, key_start = starts(num_bags), starts(num_keys)
+        bag_next, key_next = bag_start.copy(), key_start.copy()
+        scratch = np.empty(self._transport.world, np.int64)
+        pieces = zip(
+            self._bags_of_parts(k, table.offsets), self._bags_of_parts(k, vector_offsets), self.vectors.start[k], strict=True
+        )  # fmt: skip
+        for offsets, into, vector_start in pieces:
+            fill_bags(
+                table.keys, bags.owner_T, offsets, table.weights, bag_next, key_next, vector_start.copy(), scratch,
+                lengths, keys, weights, vectors, into,
+            )  # fmt: skip
+        copy_segments(keys.view(np.int32), key_start * 2, self.payload, word_start[0], num_keys * 2)
+        copy_segments(lengths, bag_start, self.payload, word_start[1], num_bags)
+        if len(weights):
+            copy_segments(weights.view(np.int32), key_start, self.payload, word_start[2], num_keys)
+        grad_positions = vectors
+        if self.grads is not self.vectors:  # the same in every segment, but segments of other tables lie between
+            old, new = self.vectors.start[k].ravel(), self.grads.start[k].ravel()
+            grad_positions = vectors + (new - old)[np.searchsorted(old, vectors, side="right") - 1]
+        for i, feature in enumerate(features):
+            first = self._first(i, len(features))
+            self.entries[feature.name] = Entries(
+                self._plan.tables[k].dim, vectors, grad_positions, vector_offsets, first, ONES, once=True
+            )
 
 
 def _decide(
@@ -225,8 +300,8 @@ def _decide(
     for k in plan.undecided:
         vector_bytes = plan.tables[k].dim * 8  # there, and its gradient back
         key_bytes = 12 if len(tables[k].weights) else 8
-        as_rows = rows[k].counts[others].sum() * (vector_bytes + 8)
-        as_bags = bags[k].num_bags[others].sum() * (vector_bytes + 4) + bags[k].num_keys[others].sum() * key_bytes
+        as_rows = rows[k].counts[:, others].sum() * (vector_bytes + 8)
+        as_bags = bags[k].num_bags[:, others].sum() * (vector_bytes + 4) + bags[k].num_keys[:, others].sum() * key_bytes
         counted.append((as_rows, as_bags))
     totals = transport.sum(np.array(counted, np.int64))
     for k, (row_bytes, bag_bytes) in zip(plan.undecided, totals.tolist(), strict=True):

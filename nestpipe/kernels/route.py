@@ -73,10 +73,10 @@ def fill_bags(
     Per owner, one after the other: lengths of parts, keys and their weights. At the source: `vectors` lists, bag after bag,
     where the parts' pooled vectors will arrive.
     bag_next, key_next, vector_next: first place of each owner in lengths, sent_keys and the buffer of vectors; used up.
+    vector_offsets[0] says where the list goes on: bags may be filled in several calls.
     """
     last_bag[:] = -1
-    n = 0
-    vector_offsets[0] = 0
+    n = vector_offsets[0]
     for b in range(len(offsets) - 1):
         for i in range(offsets[b], offsets[b + 1]):
             w = owner[i]

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nestpipe.schedule.dbp import dbp
+from nestpipe.schedule.fwp import fwp
+from nestpipe.schedule.nested import nested
 from nestpipe.schedule.ops import Schedule
 from nestpipe.schedule.serial import serial
 from nestpipe.schedule.stale import stale
 
 # What a user may ask for by name; each takes micro_batches and look_ahead (None: what its stages need).
-SCHEDULES: dict[str, Callable[..., Schedule]] = {"serial": serial, "dbp": dbp, "stale": stale}
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "serial": serial,
+    "dbp": dbp,
+    "fwp": fwp,
+    "nested": nested,
+    "stale": stale,
+}

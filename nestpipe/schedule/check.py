@@ -8,15 +8,17 @@ each read has in it. See docs/consistency.md.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import graphlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nestpipe.schedule.ops import (
     BWD,
     EMB,
     FWD,
+    GRAD,
     GROUPS,
     ORDER,
     PREFETCH,
@@ -30,6 +32,7 @@ from nestpipe.schedule.ops import (
 )
 
 USES = 5  # neighbouring batches over which every pattern of use of a row is tried
+MICRO_BATCHES = 8  # of more than these, the first seven and the last are looked at
 
 
 class ScheduleError(ValueError):
@@ -60,10 +63,11 @@ def require(schedule: Schedule) -> Verdict:
 
 
 def check(schedule: Schedule) -> Verdict:
+    schedule = _thinned(schedule)
     # Long enough that its middle is free of the filling and emptying of the pipeline.
     num_batches = 2 * (schedule.look_ahead + schedule.behind) + USES + 2
     tasks = list(schedule.unroll(0, num_batches))
-    problems = list(_missing(tasks, num_batches, schedule.micro_batches))
+    problems = list(_missing(tasks, num_batches, schedule))
     if problems:
         return Verdict(problems)
     problems += _lanes_per_group(tasks)
@@ -73,13 +77,13 @@ def check(schedule: Schedule) -> Verdict:
     except graphlib.CycleError as error:
         circle = " -> ".join(str(op) for op in reversed(error.args[1]))
         return Verdict([*problems, f"cycle: {circle}: none of them can ever start"])
-    before = _Order(run, graph)
+    before = _Order(graph, {op: i for i, op in enumerate(run)})
     in_flight = _in_flight(before, num_batches, schedule)
     if in_flight is None:
         problems.append(
             f"unbounded: nothing keeps {PREFETCH}(t) from running far ahead; let it wait for {WRITEBACK}(t-k), with a k"
         )
-    problems += _races(tasks, graph, before)
+    problems += _races(tasks, graph, before, schedule)
     if problems:
         return Verdict(problems, in_flight=in_flight or 0)
     first = schedule.look_ahead + schedule.behind
@@ -96,21 +100,47 @@ def check(schedule: Schedule) -> Verdict:
 # -- what is there -----------------------------------------------------------------------------------------------------
 
 
-def _missing(tasks: list[Task], num_batches: int, micro_batches: int) -> Iterator[str]:
-    """Every batch needs every operation, FWD and BWD once per micro-batch, none twice."""
-    ops = [task.op for task in tasks]
-    for op in {op for op in ops if ops.count(op) > 1}:
+def _thinned(schedule: Schedule) -> Schedule:
+    """The schedule with fewer micro-batches. A schedule treats all but the first and the last of them alike, so those in
+    the middle show nothing new, and a proof that takes their number squared need not be taken over hundreds."""
+    count = schedule.micro_batches
+    if count <= MICRO_BATCHES:
+        return schedule
+
+    def kept(op: Op) -> Op | None:
+        if op.part < MICRO_BATCHES - 1:
+            return op
+        return op._replace(part=MICRO_BATCHES - 1) if op.part == count - 1 else None
+
+    def step(t: int) -> Iterator[Task]:
+        for task in schedule.step(t):
+            op = kept(task.op)
+            if op is not None:
+                yield Task(op, task.lane, tuple(after for after in map(kept, task.after) if after is not None))
+
+    return dataclasses.replace(schedule, step=step)
+
+
+def _missing(tasks: list[Task], num_batches: int, schedule: Schedule) -> Iterator[str]:
+    """Every batch needs every operation: FWD and BWD once per micro-batch, EMB and GRAD once or once per micro-batch, none
+    twice."""
+    times = collections.Counter(task.op for task in tasks)
+    for op in sorted(op for op, count in times.items() if count > 1):
         yield f"{op.name}(t) is there twice"
-    present = set(ops)
-    middle = num_batches // 2
+    middle, micro_batches = num_batches // 2, schedule.micro_batches
     for name in ORDER:
-        for part in range(micro_batches if name in (FWD, BWD) else 1):
-            if Op(name, middle, part) not in present:
+        parts = micro_batches if name in (FWD, BWD) else schedule.num_parts(name) if name in (EMB, GRAD) else 1
+        if parts not in (1, micro_batches):
+            yield f"{name} has {parts} parts and there are {micro_batches} micro-batches; give it one part or one for each"
+        for part in range(parts):
+            if Op(name, middle, part) not in times:
                 why = ": rows that batches t-1 and t share never reach the buffer of t" if name == SYNC else ""
                 yield f"no {name}(t{f',{part}' if part else ''}){why}"
+    if schedule.num_parts(EMB) != schedule.num_parts(GRAD):
+        yield f"{EMB} and {GRAD} do not have the same parts: rows and gradients travel over one window"
     for task in tasks:
         for op in task.after:
-            if 0 <= op.batch < num_batches and op not in present:
+            if 0 <= op.batch < num_batches and op not in times:
                 yield f"{task.op} waits for {op}, which no step has"
 
 
@@ -143,20 +173,31 @@ def _graph(tasks: list[Task]) -> dict[Op, set[Op]]:
 
 
 class _Order:
-    """Whether one operation surely ends before another starts."""
+    """Whether one operation surely ends before another starts. number: any numbering of the operations."""
 
-    def __init__(self, run: list[Op], graph: dict[Op, set[Op]]) -> None:
-        self._number = {op: i for i, op in enumerate(run)}
-        self._ancestors: list[int] = []  # bit sets
-        for op in run:
+    def __init__(self, graph: dict[Op, set[Op]], number: dict[Op, int]) -> None:
+        self.ops, self.number = list(number), number
+        self._ancestors: dict[Op, int] = {}  # bit sets
+        for op in graphlib.TopologicalSorter(graph).static_order():
             bits = 0
             for earlier in graph[op]:
-                number = self._number[earlier]
-                bits |= self._ancestors[number] | 1 << number
-            self._ancestors.append(bits)
+                bits |= self._ancestors[earlier] | 1 << number[earlier]
+            self._ancestors[op] = bits
+        self._descendants = dict.fromkeys(graph, 0)
+        for op in reversed(self._ancestors):
+            for earlier in graph[op]:
+                self._descendants[earlier] |= self._descendants[op] | 1 << number[op]
 
     def __call__(self, a: Op, b: Op) -> bool:
-        return bool(self._ancestors[self._number[b]] >> self._number[a] & 1)
+        return bool(self._ancestors[b] >> self.number[a] & 1)
+
+    def loose(self, op: Op, others: int) -> Iterator[Op]:
+        """Those of a set that are neither before nor after an operation."""
+        rest = others & ~(self._ancestors[op] | self._descendants[op] | 1 << self.number[op])
+        while rest:
+            lowest = rest & -rest
+            yield self.ops[lowest.bit_length() - 1]
+            rest ^= lowest
 
 
 def _in_flight(before: _Order, num_batches: int, schedule: Schedule) -> int | None:
@@ -171,10 +212,12 @@ def _in_flight(before: _Order, num_batches: int, schedule: Schedule) -> int | No
 # -- what is touched ---------------------------------------------------------------------------------------------------
 
 
-def _touched(op: Op) -> Iterator[tuple[object, bool]]:
+def _touched(op: Op, schedule: Schedule) -> Iterator[tuple[object, bool]]:
     """What an operation touches, and whether it writes it. Things of one batch are (name, batch); of a micro-batch,
-    (name, batch, part); the two buffers of a table in a lower tier (name, 0) and (name, 1)."""
+    (name, batch, m); the two buffers of a table in a lower tier (name, 0) and (name, 1)."""
     b, m = op.batch, op.part
+    all_parts = range(schedule.micro_batches)
+    window = (m,) if schedule.num_parts(EMB) > 1 else all_parts  # micro-batches that one EMB or GRAD serves
     match op.name:
         case "PREFETCH":
             yield ("batch", b), True
@@ -190,9 +233,11 @@ def _touched(op: Op) -> Iterator[tuple[object, bool]]:
             yield "keys that have rows", True
             yield ("positions", b), True
             yield ("buffer", b % 2), True
-            yield ("tier", b), False
+            yield "tier", False
             yield ("positions", b - 1), False  # to know which rows SYNC will bring
             yield "given up rows", True  # births in their place
+            for i in all_parts:
+                yield ("gradients", b, i), True  # zeros
         case "SYNC":
             yield ("positions", b), False
             yield ("buffer", (b - 1) % 2), False
@@ -202,26 +247,31 @@ def _touched(op: Op) -> Iterator[tuple[object, bool]]:
             yield ("buffer", b % 2), False
             yield "rows in memory", False
             yield "given up rows", False
-            yield ("vectors", b), True
+            for i in window:
+                yield ("vectors", b, i), True  # of rows that micro-batch i is the first to use
         case "FWD":
-            yield ("vectors", b), False
+            for i in all_parts[: m + 1]:
+                yield ("vectors", b, i), False
             yield "dense weights", False
             yield ("output", b, m), True
         case "BWD":
             yield ("output", b, m), False
             yield "dense weights", False
             yield "dense gradients", True
-            yield ("gradients", b), True
+            for i in all_parts[m:]:
+                yield ("gradients", b, i), True  # of rows that micro-batch i is the last to use
         case "AGREE":
+            for i in all_parts:
+                yield ("output", b, i), False
             yield ("agreed", b), True
-            yield ("outputs", b), False
         case "GRAD":
-            yield ("agreed", b), False
-            yield ("gradients", b), False
-            yield ("returned", b), True
+            for i in window:
+                yield ("gradients", b, i), False
+                yield ("returned", b, i), True
         case "UPDATE":
             yield ("agreed", b), False
-            yield ("returned", b), False
+            for i in all_parts:
+                yield ("returned", b, i), False
             yield ("buffer", b % 2), True
             yield "rows in memory", True
             yield "given up rows", True
@@ -229,37 +279,39 @@ def _touched(op: Op) -> Iterator[tuple[object, bool]]:
             yield "dense weights", True
         case "WRITEBACK":
             yield ("buffer", b % 2), False
-            yield ("tier", b), True
+            yield "tier", True
         case _:
             raise ScheduleError(f"no operation is called {op.name!r}; there are {', '.join(ORDER)}")
 
 
-def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order) -> list[str]:
+def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order, schedule: Schedule) -> list[str]:
     """What is touched by two operations, one of them writing, without an order: the edges that would mend it.
 
     One missing edge leaves many pairs without order. So the nearest pair is taken as the missing edge, it is added, and
     what is still without order after that is looked at again.
     """
-    touching: dict[object, list[tuple[Op, bool]]] = {}
+    touching: dict[object, int] = collections.defaultdict(int)  # bit sets
+    writing: dict[object, set[Op]] = collections.defaultdict(set)
     for task in tasks:
-        for thing, writes in _touched(task.op):
-            for one in _all_of(thing, task.op, tasks):
-                touching.setdefault(one, []).append((task.op, writes))
+        for thing, writes in _touched(task.op, schedule):
+            touching[thing] |= 1 << before.number[task.op]
+            if writes:
+                writing[thing].add(task.op)
     place = {op: i for i, op in enumerate(sorted(graph, key=_serial_place))}
-    pairs = {
-        (min(a, b, key=place.__getitem__), max(a, b, key=place.__getitem__)): thing
-        for thing, users in touching.items()
-        for (a, a_writes), (b, b_writes) in itertools.combinations(users, 2)
-        if a != b and (a_writes or b_writes) and not _apart(thing, a, b)
-    }
     found: list[str] = []
     graph = {op: set(earlier) for op, earlier in graph.items()}
     while True:
-        loose = [(a, b) for a, b in pairs if not before(a, b) and not before(b, a)]
+        loose = {
+            (min(a, b, key=place.__getitem__), max(a, b, key=place.__getitem__)): thing
+            for thing, users in touching.items()
+            for a in writing[thing]
+            for b in before.loose(a, users)
+            if not _apart(thing, a, b)
+        }
         if not loose:
             return found
-        first, then = min(loose, key=lambda pair: place[pair[1]] - place[pair[0]])
-        thing = pairs[first, then]
+        first, then = min(loose, key=lambda pair: (place[pair[1]] - place[pair[0]], place[pair[0]]))
+        thing = loose[first, then]
         name = thing if isinstance(thing, str) else thing[0]  # type: ignore[index]
         edge = f"{_relative(first, then.batch)} -> {_relative(then, then.batch)}"
         found.append(f"missing edge {edge}: both touch the {name}, and nothing orders them")
@@ -268,18 +320,9 @@ def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order) -> list[
             if op._replace(batch=0) == then._replace(batch=0) and other in graph:
                 graph[op].add(other)
         try:
-            before = _Order(list(graphlib.TopologicalSorter(graph).static_order()), graph)
+            before = _Order(graph, before.number)
         except graphlib.CycleError:
             return found
-
-
-def _all_of(thing: object, op: Op, tasks: list[Task]) -> Iterable[object]:
-    """Rows in a tier are one thing for all batches; the outputs of a batch are those of all its micro-batches."""
-    if isinstance(thing, tuple) and thing[0] == "tier":
-        return ["tier"]
-    if isinstance(thing, tuple) and thing[0] == "outputs":
-        return [("output", op.batch, t.op.part) for t in tasks if t.op.name == FWD and t.op.batch == op.batch]
-    return [thing]
 
 
 def _apart(thing: object, a: Op, b: Op) -> bool:

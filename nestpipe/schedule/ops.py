@@ -1,13 +1,15 @@
 """The words of a schedule: operations, lanes, what waits for what. No torch here, nothing runs here.
 
 A schedule is a function that yields the tasks of step t. Step t is when batch t computes; a pipelined schedule works on
-later batches in it too, so it names batches relative to t. A lane runs its tasks one after the other in the order in
-which the steps yield them; a task waits for the one before it in its lane, and for the operations in `after`.
+later batches in it too, and names them relative to t: every step is the same but for t. A lane runs its tasks one after
+the other in the order in which the steps yield them; a task waits for the one before it in its lane, and for the operations
+in `after`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -36,7 +38,8 @@ COMPUTE = "compute"
 
 
 class Op(NamedTuple):
-    """One operation on one batch. `part` tells several of a kind apart: the micro-batches of FWD and BWD, two SYNCs."""
+    """One operation on one batch. `part` tells several of a kind apart: the micro-batches of FWD and BWD, and of EMB and
+    GRAD where rows travel micro-batch by micro-batch; two SYNCs."""
 
     name: str
     batch: int
@@ -50,6 +53,11 @@ class Task(NamedTuple):
     op: Op
     lane: str
     after: tuple[Op, ...] = ()
+
+    def at(self, t: int) -> Task:
+        """The same task of step t, of one of step 0."""
+        after = tuple(Op(name, batch + t, part) for name, batch, part in self.after)
+        return Task(self.op._replace(batch=self.op.batch + t), self.lane, after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Schedule:
     step: Callable[[int], Iterable[Task]]
     stale_by: int = 0
 
-    @property
+    @functools.cached_property
     def tasks(self) -> list[Task]:
         """The tasks of one step, with batches relative to it."""
         return list(self.step(0))
@@ -86,7 +94,11 @@ class Schedule:
 
     @property
     def micro_batches(self) -> int:
-        return 1 + max((task.op.part for task in self.tasks if task.op.name == FWD), default=0)
+        return self.num_parts(FWD)
+
+    def num_parts(self, name: str) -> int:
+        """In how many parts an operation is done on each batch."""
+        return 1 + max((task.op.part for task in self.tasks if task.op.name == name), default=0)
 
     def unroll(self, first: int, last: int | None = None) -> Iterator[Task]:
         """The tasks of batches `first` to `last` (exclusive), with the filling and the emptying of the pipeline."""
@@ -99,12 +111,16 @@ class Schedule:
                     yield task
 
     def __str__(self) -> str:
-        """One line a lane: what it does in step t."""
+        """One line a lane: what it does in step t; of many micro-batches the first two and the last."""
         width = max(len(lane) for lane in self.lanes)
         lines = []
         for lane in self.lanes:
-            ops = (task.op for task in self.tasks if task.lane == lane)
-            lines.append(f"{lane:{width}}  " + " ".join(relative(op) for op in ops))
+            words = []
+            for op in (task.op for task in self.tasks if task.lane == lane):
+                parts = self.num_parts(op.name)
+                shown = relative(op) if parts == 1 else f"{relative(op._replace(part=0))[:-1]},{op.part})"
+                words.append("..." if 1 < op.part < parts - 1 else shown)
+            lines.append(f"{lane:{width}}  " + " ".join(word for word, _ in itertools.groupby(words)))
         return "\n".join(lines)
 
 

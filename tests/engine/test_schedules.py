@@ -24,15 +24,16 @@ import nestpipe.trainer
 from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Output, RowwiseAdagrad, Table, Trainer
 from nestpipe.arena import Arena
 from nestpipe.engine.buffers import DualBuffer
-from nestpipe.engine.engine import Delays
-from nestpipe.engine.step import Context, micro_batch_bounds
+from nestpipe.engine.engine import Around
+from nestpipe.engine.step import Context
 from nestpipe.errors import TrainingError
+from nestpipe.exchange import source
+from nestpipe.exchange.window import Window
 from nestpipe.schedule.ops import Task
 from nestpipe.store.disk import DiskStore
 from tests.cluster import Cluster
 
 DIM = 4
-SAMPLES = 6  # of a batch, at most
 OPTIMIZERS = {
     "sgd": SGD(lr=0.1),
     "adagrad": Adagrad(lr=0.1),
@@ -47,7 +48,10 @@ class Case:
     tier: str = "memory"
     overlap: float = 0.3  # share of a batch's keys that the batch before has
     steps: int = 100
+    samples: int = 6  # of a batch, at most
     micro_batches: int = 1
+    window_cache: bool = True
+    clustering: str = "none"
     look_ahead: int | None = None
     delays: int | None = None  # seed
     pause_every: int | None = None
@@ -62,12 +66,13 @@ class SmallHotSet(DiskStore):
         super().__init__(table, **options, hot_rows=24)
 
 
-def declared(tier: str) -> tuple[list[Table], list[Feature]]:
+def declared(tier: str, samples: int = 6) -> tuple[list[Table], list[Feature]]:
     """Every row optimizer; with and without admission and eviction; sequences and bags; two dims, two types."""
+    most = 23 * samples + 2
     limits = [
         {},
-        {"admit_after": 3, "eviction": Eviction(max_rows=140, policy="lfu"), "dtype": torch.bfloat16},
-        {"eviction": Eviction(max_rows=140, ttl=7)},
+        {"admit_after": 3, "eviction": Eviction(max_rows=most, policy="lfu"), "dtype": torch.bfloat16},
+        {"eviction": Eviction(max_rows=most, ttl=7)},
         {"admit_after": 2},
         {},
     ]
@@ -104,7 +109,7 @@ def batches(features: list[Feature], case: Case, rank: int, world: int) -> Itera
     rng = np.random.default_rng([9, rank])
     last: list[np.ndarray] = [np.arange(4), np.arange(4)]
     for t in range(case.steps - (rank * 3 if world > 1 else 0)):
-        size = int(rng.integers(0, SAMPLES + 1)) if t > case.steps - 20 else SAMPLES
+        size = int(rng.integers(0, case.samples + 1)) if t > case.steps - 20 else case.samples
         keys, fresh_keys = {}, []
         for feature in features:
             lengths = rng.integers(0, 4, size)
@@ -122,19 +127,23 @@ def batches(features: list[Feature], case: Case, rank: int, world: int) -> Itera
         yield Batch(keys, {}, torch.from_numpy(rng.standard_normal(size).astype(np.float32)))
 
 
-def random_delays(seed: int, rank: int) -> Delays:
-    """One in eight operations starts up to 2.4 ms late, one in eight takes that much longer; different on every rank."""
+def random_delays(seed: int, rank: int, micro_batches: int) -> Around:
+    """One in eight operations starts up to 2.4 ms late, one in eight takes that much longer; different on every rank. Of
+    many micro-batches fewer."""
+    share = 0.12 * min(1.0, 4 / micro_batches)
 
-    def delays(task: Task) -> tuple[float, float]:
+    def around(task: Task, work: Callable[[], None]) -> None:
         name = zlib.crc32(task.op.name.encode())
         before, after = np.random.default_rng([seed, rank, name, task.op.batch, task.op.part]).random(2)
-        return (max(0.0, float(before) - 0.88) * 0.02, max(0.0, float(after) - 0.88) * 0.02)
+        time.sleep(max(0.0, float(before) - 1 + share) / share * 0.0024)
+        work()
+        time.sleep(max(0.0, float(after) - 1 + share) / share * 0.0024)
 
-    return delays
+    return around
 
 
 def make(case: Case) -> tuple[Trainer, list[Feature], str]:
-    tables, features = declared(case.tier)
+    tables, features = declared(case.tier, case.samples)
     nestpipe.trainer.DiskStore = SmallHotSet
     # In memory where there is such a folder: the timing of a disk is not what is tested here. (It has no O_DIRECT, so the
     # files are read through the page cache; tests/store does it the other way.)
@@ -146,12 +155,14 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
         dense_optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
         schedule=case.schedule,
         micro_batches=case.micro_batches,
+        window_cache=case.window_cache,
+        clustering=case.clustering,
         look_ahead=case.look_ahead,
         storage=folder,
         check_freshness=case.check_freshness,
     )
     if case.delays is not None:
-        trainer._engine.delays = random_delays(case.delays, trainer.rank)
+        trainer._engine.around = random_delays(case.delays, trainer.rank, case.micro_batches)
     return trainer, features, folder
 
 
@@ -178,64 +189,116 @@ def sync_the_wrong_rows(self: DualBuffer, batch: int) -> None:
         buffer.records[buffer.went_to] = self.of(batch - 1).records[np.roll(buffer.came_from, 1)]
 
 
-SERIAL: dict[tuple[Any, ...], tuple[str, str, int]] = {}
+SERIAL: dict[tuple[int, Case], tuple[str, str, int]] = {}
 
 
 def serial(cluster: Cluster, world: int, case: Case) -> tuple[str, str, int]:
-    """What the serial run of the same data gives, in memory."""
-    key = (world, case.overlap, case.steps, case.micro_batches)
-    if key not in SERIAL:
-        plain = Case(overlap=case.overlap, steps=case.steps, micro_batches=case.micro_batches)
-        SERIAL[key] = cluster.run(world, train, plain)[0]
-    return SERIAL[key]
+    """What the serial run of the same data with the same split gives, in memory."""
+    plain = dataclasses.replace(
+        case, schedule="serial", tier="memory", look_ahead=None, delays=None, pause_every=None, check_freshness=False,
+        broken_sync=False,
+    )  # fmt: skip
+    if (world, plain) not in SERIAL:
+        SERIAL[world, plain] = cluster.run(world, train, plain)[0]
+    return SERIAL[world, plain]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "tier", "world", "overlap"),
-    [
-        *itertools.product(["dbp"], ["memory", "disk"], [1, 2, 3, 4], [0.0, 0.3, 1.0]),
-        *itertools.product(["serial"], ["disk"], [1, 2], [0.3]),
-    ],
-)
-def test_hundred_steps_equal_serial_training_in_memory(
-    cluster: Cluster, schedule: str, tier: str, world: int, overlap: float
-) -> None:
+PLACES = list(itertools.product(["memory", "disk"], [1, 2, 3, 4], [0.0, 0.3, 1.0]))  # tier, world, overlap
+SPLITS = list(itertools.product([1, 2, 3, 8, 32], ["none", "shared", "window"], [True, False]))  # N, clustering, cache
+
+
+def split_case(schedule: str, place: int, split: int, *, steps: int) -> tuple[int, Case]:
+    """Workers, and the case; every other one with fewer samples than its larger numbers of micro-batches."""
+    tier, world, overlap = PLACES[place]
+    count, clustering, cached = SPLITS[split]
+    samples = 6 if count < 8 or (place + split) % 2 else 40
+    return world, Case(
+        schedule,
+        tier,
+        overlap,
+        steps,
+        samples,
+        count,
+        cached,
+        clustering,
+        delays=place + split if schedule != "serial" else None,
+    )
+
+
+@pytest.mark.parametrize("place", range(len(PLACES)), ids=lambda i: "-".join(map(str, PLACES[i])))
+def test_hundred_steps_of_dbp_equal_serial_training_in_memory(cluster: Cluster, place: int) -> None:
     """Tables, optimizer state, dense weights and every loss: every row optimizer, births, admission, eviction, ranks that
     run out of data, and random delays in every lane."""
-    case = Case(schedule, tier, overlap, delays=world if schedule == "dbp" else None)
+    world, case = split_case("dbp", place, 0, steps=100)
     results = cluster.run(world, train, case)
     assert set(results) == {serial(cluster, world, case)}
     assert results[0][2] == 100
 
 
-@pytest.mark.parametrize("look_ahead", [1, 2, 7])
-def test_dbp_equals_serial_for_every_look_ahead(cluster: Cluster, look_ahead: int) -> None:
-    case = Case("dbp", "disk", look_ahead=look_ahead, steps=40, delays=look_ahead)
+@pytest.mark.parametrize("split", range(len(SPLITS)), ids=lambda i: "-".join(map(str, SPLITS[i])))
+def test_every_schedule_equals_serial_with_the_same_split(cluster: Cluster, split: int) -> None:
+    """Every number of micro-batches, clustering and window, each with another number of workers, tier and overlap."""
+    place, steps = (split * 5) % len(PLACES), 10 if SPLITS[split][0] >= 8 else 24
+    for schedule in ("dbp", "fwp", "nested"):
+        world, case = split_case(schedule, place, split, steps=steps)
+        assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}, schedule
+
+
+@pytest.mark.parametrize(("schedule", "look_ahead"), [("dbp", 1), ("dbp", 2), ("dbp", 7), ("nested", 1), ("nested", 6)])
+def test_every_look_ahead_equals_serial(cluster: Cluster, schedule: str, look_ahead: int) -> None:
+    case = Case(schedule, "disk", look_ahead=look_ahead, steps=40, micro_batches=2, delays=look_ahead)
     assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
 
 
-def test_dbp_equals_serial_with_micro_batches(cluster: Cluster) -> None:
-    case = Case("dbp", "disk", steps=40, micro_batches=3, delays=1)
+@pytest.mark.parametrize("schedule", ["dbp", "nested"])
+def test_pauses_change_nothing(cluster: Cluster, schedule: str) -> None:
+    case = Case(schedule, "disk", steps=40, micro_batches=2, pause_every=7, delays=2)
     assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
 
 
-def test_pauses_change_nothing(cluster: Cluster) -> None:
-    case = Case("dbp", "disk", steps=40, pause_every=7, delays=2)
-    assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(["memory", "disk"]), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 3))
-def test_no_timing_changes_the_result(cluster: Cluster, seed: int, tier: str, overlap: float, world: int) -> None:
-    case = Case("dbp", tier, overlap, steps=30, delays=seed)
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from(["dbp", "fwp", "nested"]),
+    st.sampled_from(["memory", "disk"]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_no_timing_changes_the_result(
+    cluster: Cluster, seed: int, schedule: str, tier: str, overlap: float, world: int, micro_batches: int
+) -> None:
+    case = Case(schedule, tier, overlap, steps=30, micro_batches=micro_batches, delays=seed)
     assert cluster.run(world, train, case)[0] == serial(cluster, world, case)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "fwp", "nested"])
 def test_every_row_carries_the_version_that_the_batch_before_left(cluster: Cluster, schedule: str, tier: str) -> None:
-    case = Case(schedule, tier, steps=40, delays=3, check_freshness=True)
+    case = Case(schedule, tier, steps=40, micro_batches=2, delays=3, check_freshness=True)
     assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_split_itself_changes_only_the_last_bits(cluster: Cluster, cached: bool) -> None:
+    """Another order of samples and sums is another rounding, and nothing else."""
+    steps, plain = 20, Case(steps=20, samples=40)
+    split = dataclasses.replace(plain, micro_batches=8, clustering="window", window_cache=cached)
+    digests = {cluster.run(2, train, case)[0][0] for case in (plain, split)}
+    first, second = (cluster.run(2, last_losses, case)[0] for case in (plain, split))
+    assert len(digests) == 2 and len(first) == len(second) == steps
+    np.testing.assert_allclose(first, second, rtol=1e-4)
+
+
+def last_losses(case: Case) -> list[float]:
+    trainer, features, folder = make(case)
+    losses: list[float] = []
+    try:
+        trainer.fit(batches(features, case, trainer.rank, trainer.world), on_step=lambda r: losses.append(r.loss))
+        return losses
+    finally:
+        trainer.close()
+        shutil.rmtree(folder)
 
 
 # -- tests of the tests ------------------------------------------------------------------------------------------------
@@ -245,6 +308,26 @@ def test_every_row_carries_the_version_that_the_batch_before_left(cluster: Clust
 def test_a_broken_sync_changes_the_digest(cluster: Cluster, overlap: float) -> None:
     case = Case("dbp", "disk", overlap, steps=40, broken_sync=True)
     assert cluster.run(2, train, case)[0] != serial(cluster, 2, case)
+
+
+def train_with_gradients_sent_too_early(case: Case) -> tuple[str, str, int]:
+    """Every row's gradient leaves with the micro-batch that uses the row first."""
+    used = source.first_and_last_use
+
+    def wrong(inverse: np.ndarray, ends: np.ndarray, num_new: np.ndarray, last: np.ndarray) -> None:
+        used(inverse, ends, num_new, last)
+        last[:] = np.repeat(np.arange(len(num_new)), num_new)
+
+    source.first_and_last_use = wrong  # type: ignore[assignment]
+    try:
+        return train(case)
+    finally:
+        source.first_and_last_use = used
+
+
+def test_a_gradient_that_leaves_before_its_last_use_changes_the_digest(cluster: Cluster) -> None:
+    case = Case("fwp", "memory", 0.3, steps=20, samples=12, micro_batches=3)
+    assert cluster.run(2, train_with_gradients_sent_too_early, case)[0] != serial(cluster, 2, case)
 
 
 @pytest.mark.parametrize("schedule", ["serial", "dbp"])
@@ -282,7 +365,7 @@ def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
         batch = next(source, None)
         has_data = batch is not None
         batch = Batch.empty([f.name for f in features]) if batch is None else batch
-        ctx = Context(number, batch, micro_batch_bounds(batch.size, 1), Arena(), has_data=has_data)
+        ctx = Context(number, batch, Window([0, batch.size]), Arena(), has_data=has_data)
         ops.h2d(ctx)
         if not ops.route(ctx):
             return None
@@ -376,11 +459,16 @@ def bad_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_a_broken_source_ends_all_lanes_on_all_ranks_after_the_batches_before_it(cluster: Cluster, tier: str) -> None:
-    case = Case("dbp", tier, steps=30, delays=5)
+@pytest.mark.parametrize(
+    ("schedule", "tier"),
+    [("dbp", "memory"), ("dbp", "disk"), ("fwp", "disk"), ("nested", "memory"), ("nested", "disk")],
+)
+def test_a_broken_source_ends_all_lanes_on_all_ranks_after_the_batches_before_it(
+    cluster: Cluster, schedule: str, tier: str
+) -> None:
+    case = Case(schedule, tier, steps=30, micro_batches=2, delays=5)
     reports = cluster.run(2, fit_until_trouble, case, bad_source)
-    plain = cluster.run(2, fit_until_trouble, Case(steps=30), bad_source)
+    plain = cluster.run(2, fit_until_trouble, Case(steps=30, micro_batches=2), bad_source)
     assert reports[0] == reports[1] == plain[0] and reports[0]["steps"] == 12
     assert "rank 1, batch 12: OSError: the feed broke" in reports[0]["message"]
 
@@ -390,8 +478,12 @@ def bad_label(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
         yield dataclasses.replace(batch, labels=batch.labels * 1e38) if number == 12 and trainer.rank == 1 else batch
 
 
-def test_a_bad_loss_ends_all_lanes_on_all_ranks_and_torn_tables_are_not_used_again(cluster: Cluster) -> None:
-    reports = cluster.run(2, fit_until_trouble, Case("dbp", "disk", steps=30, delays=6), bad_label)
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("dbp", 1), ("fwp", 3), ("nested", 3)])
+def test_a_bad_loss_ends_all_lanes_on_all_ranks_and_torn_tables_are_not_used_again(
+    cluster: Cluster, schedule: str, micro_batches: int
+) -> None:
+    case = Case(schedule, "disk", steps=30, micro_batches=micro_batches, clustering="window", delays=6)
+    reports = cluster.run(2, fit_until_trouble, case, bad_label)
     assert reports[0] == reports[1] and reports[0]["steps"] == 12
     assert "rank 1, batch 12: the loss of sample" in reports[0]["message"]
     assert "load a checkpoint into a new trainer" in reports[0]["digest"]
@@ -409,7 +501,7 @@ def full_disk(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
 def test_a_write_back_that_fails_ends_all_ranks_with_its_cause(cluster: Cluster, schedule: str) -> None:
     reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=30), full_disk)
     assert reports[0] == reports[1]
@@ -425,7 +517,7 @@ def corrupt_file(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
 def test_a_corrupted_file_ends_all_ranks_and_is_named(cluster: Cluster, schedule: str) -> None:
     reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=60), corrupt_file)
     assert reports[0] == reports[1] and 2 < reports[0]["steps"] < 60  # when a block is read again
@@ -467,6 +559,30 @@ def test_tables_can_be_looked_at_in_a_pause_and_only_there(cluster: Cluster) -> 
     assert "pause_every" in message
 
 
+def bad_middle(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
+    """The model of rank 1 fails in the middle of a batch, when others' rows and gradients are on their way."""
+    forward, calls = trainer.model.forward, 0
+
+    def fails(batch: Batch, rows: dict[str, Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 20 and trainer.rank == 1:
+            raise RuntimeError("out of memory, say")
+        return forward(batch, rows)
+
+    trainer.model.mixes_samples = False  # type: ignore[assignment]
+    trainer.model.forward = fails  # type: ignore[method-assign]
+    yield from source
+
+
+@pytest.mark.parametrize("schedule", ["fwp", "nested"])
+def test_a_model_that_fails_in_the_middle_of_a_window_ends_all_ranks(cluster: Cluster, schedule: str) -> None:
+    case = Case(schedule, "memory", steps=30, micro_batches=6, delays=1)
+    reports = cluster.run(2, fit_until_trouble, case, bad_middle)
+    assert reports[0] == reports[1] and reports[0]["steps"] == 3
+    assert "rank 1, batch 3: RuntimeError: out of memory, say" in reports[0]["message"]
+
+
 def slow_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
     """A bad batch, and nothing for a long time after it."""
     for number, batch in enumerate(bad_label(trainer, source)):
@@ -475,7 +591,7 @@ def slow_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-@pytest.mark.parametrize("schedule", ["serial", "dbp"])
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
 def test_trouble_does_not_wait_for_a_source_that_is_slow(cluster: Cluster, schedule: str) -> None:
     start = time.perf_counter()
     reports = cluster.run(2, fit_until_trouble, Case(schedule, "memory", steps=30), slow_source)

@@ -41,14 +41,14 @@ def changed(change: Callable[[int, list[Task]], list[Task]], of: Schedule = DBP)
     return dataclasses.replace(of, name="changed", step=step)
 
 
-def without_edge(name: str, waits_for: str) -> Schedule:
+def without_edge(name: str, waits_for: str, of: Schedule = DBP) -> Schedule:
     def change(t: int, tasks: list[Task]) -> list[Task]:
         return [
             task._replace(after=tuple(op for op in task.after if task.op.name != name or op.name != waits_for))
             for task in tasks
         ]
 
-    return changed(change)
+    return changed(change, of)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -64,6 +64,17 @@ def test_dbp_is_fresh_and_bounded_for_every_look_ahead(look_ahead: int | None, m
     assert verdict.problems == [] and verdict.stale_by == 0
     # Those ahead, the one that computes, and two at most that are not yet back in their tier.
     assert verdict.in_flight <= (look_ahead or 4) + 3
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8, 9, 40])
+@pytest.mark.parametrize(("name", "in_flight"), [("fwp", 1), ("nested", 7)])
+def test_the_frozen_window_is_fresh_for_every_number_of_micro_batches(
+    name: str, in_flight: int, micro_batches: int
+) -> None:
+    schedule = SCHEDULES[name](micro_batches=micro_batches)
+    verdict = require(schedule)
+    assert verdict.problems == [] and verdict.stale_by == 0 and verdict.in_flight <= in_flight
+    assert [schedule.num_parts(op) for op in (EMB, FWD, BWD, GRAD, UPDATE)] == [micro_batches] * 4 + [1]
 
 
 def test_stale_is_stale_by_one_and_says_so() -> None:
@@ -91,6 +102,46 @@ def test_dbp_without_any_one_of_its_edges_is_refused_and_the_edge_is_named(
     else:
         earlier = f"{waits_for}(t{shift:+d})" if shift else f"{waits_for}(t)"
         assert any(text.startswith(f"missing edge {earlier} -> {name}(t):") for text in problems), problems
+
+
+NESTED = SCHEDULES["nested"](micro_batches=3)
+WINDOW = ((FWD, EMB), (GRAD, BWD), (AGREE, FWD), (UPDATE, GRAD), (EMB, SYNC))
+
+
+@pytest.mark.parametrize(("name", "waits_for"), WINDOW, ids=[f"{a} after {b}" for a, b in WINDOW])
+@pytest.mark.parametrize("schedule", [NESTED, SCHEDULES["fwp"](micro_batches=3)], ids=lambda one: one.name)
+def test_a_window_without_any_one_of_its_edges_is_refused(schedule: Schedule, name: str, waits_for: str) -> None:
+    problems = check(without_edge(name, waits_for, schedule)).problems
+    assert any(text.startswith("missing edge") and f"{name}(t" in text.split(":")[0] for text in problems), problems
+
+
+def test_a_gradient_that_leaves_before_its_last_use_is_found() -> None:
+    """A row that micro-batches 0 and 2 use must not be sent back after micro-batch 1."""
+
+    def early(t: int, tasks: list[Task]) -> list[Task]:
+        return [task._replace(after=(Op(BWD, t, 1),)) if task.op == Op(GRAD, t, 2) else task for task in tasks]
+
+    problems = check(changed(early, NESTED)).problems
+    assert any("missing edge BWD(t,2) -> GRAD(t,2): both touch the gradients" in text for text in problems), problems
+
+
+def test_a_frozen_window_whose_rows_leave_before_the_update_is_found() -> None:
+    def early(t: int, tasks: list[Task]) -> list[Task]:
+        return [task._replace(after=()) if task.op.name == EMB else task for task in tasks]
+
+    problems = check(changed(early, NESTED)).problems
+    assert any("EMB(t)" in text and "nothing orders them" in text for text in problems), problems
+
+
+def test_rows_and_gradients_must_have_the_parts_of_one_window() -> None:
+    def whole(t: int, tasks: list[Task]) -> list[Task]:
+        kept = [task for task in tasks if task.op.name != GRAD or task.op.part == 2]
+        mended = [task._replace(op=Op(GRAD, t)) if task.op.name == GRAD else task for task in kept]
+        return [
+            task._replace(after=(Op(GRAD, t),)) if task.op == Op(UPDATE, t) else task for task in mended
+        ]  # fmt: skip
+
+    assert any("do not have the same parts" in text for text in check(changed(whole, NESTED)).problems)
 
 
 def test_a_write_back_after_the_retrieval_that_may_need_it_is_found() -> None:
@@ -182,6 +233,13 @@ def test_a_schedule_prints_as_one_line_a_lane() -> None:
     ]
 
 
+def test_many_micro_batches_are_cut_short_in_print() -> None:
+    assert str(SCHEDULES["nested"](micro_batches=32)).splitlines()[-2:] == [
+        "compute  SYNC(t) FWD(t,0) BWD(t,0) FWD(t,1) BWD(t,1) ... FWD(t,31) BWD(t,31) UPDATE(t)",
+        "comm     EMB(t,0) EMB(t,1) ... EMB(t,31) GRAD(t,0) GRAD(t,1) ... AGREE(t) GRAD(t,31)",
+    ]
+
+
 def test_unrolling_fills_and_empties_the_pipeline() -> None:
     tasks = list(DBP.unroll(0, 2))
     assert [task.op for task in tasks if task.lane == "store"] == [
@@ -191,7 +249,7 @@ def test_unrolling_fills_and_empties_the_pipeline() -> None:
     assert {H2D, BWD, AGREE} <= {task.op.name for task in tasks}
 
 
-@pytest.mark.parametrize(("name", "look_ahead"), [("serial", 2), ("dbp", 0), ("stale", -1)])
+@pytest.mark.parametrize(("name", "look_ahead"), [("serial", 2), ("fwp", 2), ("dbp", 0), ("nested", 0), ("stale", -1)])
 def test_a_look_ahead_that_does_not_fit_is_refused_with_the_fix(name: str, look_ahead: int) -> None:
     with pytest.raises(ValueError, match=r"look-?_?ahead.*(leave it out|at least 1)"):
         SCHEDULES[name](look_ahead=look_ahead)

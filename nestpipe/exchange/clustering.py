@@ -1,0 +1,91 @@
+"""Which samples of a batch form which micro-batch, so that rows travel less or where nothing waits for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nestpipe.batch import Batch
+from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.kernels import clusters
+from nestpipe.kernels.keys import Deduplicator
+
+CLUSTERINGS = ("none", "shared", "window")
+
+MATES = 8  # a row of at most this many samples marks them as mates: neighbours in a session, say
+EVERYWHERE = 0.02  # a row less likely than this to be missing from a micro-batch is taken to be there
+TOKENS_OFF = 0.05  # of even, by which the tokens of a micro-batch may be off
+
+
+def even_bounds(size: int, count: int) -> list[int]:
+    """Cuts `size` samples into `count` runs that differ by at most one sample; some are empty if size < count."""
+    return [size * m // count for m in range(count + 1)]
+
+
+def cluster(
+    batch: Batch, plan: ExchangePlan, count: int, how: str, dedup: Deduplicator
+) -> tuple[np.ndarray | None, list[int]]:
+    """The order of the samples (None: as they are) and bounds: micro-batch m is samples order[bounds[m] : bounds[m + 1]].
+
+    "none": as they come.
+    "shared": samples that share rows together: few distinct rows, summed over micro-batches that each fetch their own.
+    "window": few distinct rows in the first and the last micro-batch, the only ones whose rows (gradients) nothing hides
+        when each row travels once per batch; in between, about as many new and completed rows in each.
+
+    Micro-batches are even in samples, to within one, and in tokens (keys) to within 5% where the samples allow it. Inside
+    one the samples keep their order. A pure function of the keys; rows weigh as much as their table is wide.
+    """
+    if how not in CLUSTERINGS:
+        raise ValueError(f"clustering must be one of {', '.join(CLUSTERINGS)}, got {how!r}")
+    bounds = even_bounds(batch.size, count)
+    if how == "none" or count == 1 or batch.size < count:
+        return None, bounds
+    feature_start, ids, width = _rows(batch, plan, dedup)
+    if not len(ids):
+        return None, bounds
+    start, rows, frequency = clusters.distinct_rows(feature_start, ids, len(width))
+    tokens = (feature_start[:, 1:] - feature_start[:, :-1]).sum(axis=0)
+    sizes = np.diff(bounds)
+    home = np.full(batch.size, -1, np.int32)
+
+    # A row costs its width times the chance that it would not be there anyway, were samples dealt at random; a row whose
+    # samples fit one micro-batch at least `floor` of it, as data with groups of that size is not random at all.
+    ends_only = how == "window" and count > 2
+    floor = 0.1 if ends_only else 1.0
+    missing = (1 - 1 / count) ** np.arange(batch.size)  # by frequency - 1
+    chance = np.where(np.arange(1, batch.size + 1) <= batch.size / count, np.maximum(missing, floor), missing)
+    chance[chance < EVERYWHERE] = 0
+    value = (width * chance[frequency - 1]).astype(np.float32)
+    cost = clusters.costs(start, rows, value)
+    user_start, user = clusters.users(start, rows, frequency, (frequency > 1) & (value > 0))
+
+    # What grows first is cheapest: that is the first micro-batch, then the last.
+    tokens_left, last = tokens.sum(), np.full(len(width), -1, np.int32)
+    grown = (0, count - 1) if ends_only else (0, count - 1, *range(1, count - 1))
+    for done, m in enumerate(grown):
+        want = tokens_left / (count - done)
+        tokens_left -= clusters.grow(start, rows, user_start, user, value, cost, tokens, home, last, m, sizes[m], want)
+    if ends_only:
+        rest = np.flatnonzero(home < 0)
+        rest = rest[np.argsort(clusters.anchors(start, rows, frequency, MATES)[rest], kind="stable")]
+        value = (width * missing[frequency - 1]).astype(np.float32)
+        clusters.deal(start, rows, value, tokens, rest, home, 1, sizes[1:-1])
+    clusters.level(tokens, np.argsort(tokens, kind="stable"), home, sizes, TOKENS_OFF)
+    return np.argsort(home, kind="stable"), bounds
+
+
+def _rows(batch: Batch, plan: ExchangePlan, dedup: Deduplicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys as rows 0, 1, ... over all tables: feature_start and ids as `distinct_rows` takes them; the width of each row."""
+    starts, ids, widths = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    num_ids = num_rows = 0
+    for table, features in zip(plan.tables, plan.features_of, strict=True):
+        parts = [batch.keys[feature.name] for feature in features]
+        for part in parts:
+            starts.append(part.offsets.numpy() + num_ids)
+            num_ids += len(part.values)
+        keys = np.concatenate([np.empty(0, np.int64), *(part.values.numpy() for part in parts)])
+        inverse = np.empty(len(keys), np.int32)
+        num_distinct = dedup(keys, np.empty_like(keys), inverse)
+        ids.append(inverse + np.int32(num_rows))
+        widths.append(np.full(num_distinct, table.dim, np.float32))
+        num_rows += num_distinct
+    return np.stack(starts), np.concatenate(ids), np.concatenate(widths)

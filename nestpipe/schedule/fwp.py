@@ -1,0 +1,41 @@
+"""fwp: frozen-window pipelining. While a micro-batch computes, rows of the next and gradients of the last ones travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, EMB, FWD, GRAD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC  # isort: skip
+from nestpipe.schedule.ops import UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
+
+
+def fwp(*, micro_batches: int = 1, look_ahead: int | None = None) -> Schedule:
+    if look_ahead:
+        raise ValueError(
+            f"schedule 'fwp' has no look-ahead, got look_ahead={look_ahead}; leave it out, or use 'nested'"
+        )
+
+    def step(t: int) -> Iterator[Task]:
+        for name in (PREFETCH, H2D, ROUTE, RETRIEVE, SYNC):
+            yield Task(Op(name, t), COMPUTE)
+        yield from frozen_window(t, micro_batches)
+        yield Task(Op(WRITEBACK, t), COMPUTE)
+
+    return Schedule("fwp", "rows and gradients travel behind the compute of other micro-batches", step)
+
+
+def frozen_window(t: int, micro_batches: int) -> Iterator[Task]:
+    """From the rows of batch t, which no longer change, to their update."""
+    last = micro_batches - 1
+
+    # All rows first: nobody waits for gradients before the update, so none may hold up the rows of the next micro-batch.
+    for m in range(micro_batches):
+        yield Task(Op(EMB, t, m), "comm", (Op(SYNC, t),))
+    for m in range(micro_batches):
+        yield Task(Op(FWD, t, m), COMPUTE, (Op(EMB, t, m),))
+        yield Task(Op(BWD, t, m), COMPUTE)
+    for m in range(last):
+        yield Task(Op(GRAD, t, m), "comm", (Op(BWD, t, m),))
+    # What workers agree on is known after the last forward: behind the last backward, as is the sum of dense gradients.
+    yield Task(Op(AGREE, t), "comm", (Op(FWD, t, last),))
+    yield Task(Op(GRAD, t, last), "comm", (Op(BWD, t, last),))
+    yield Task(Op(UPDATE, t), COMPUTE, (Op(GRAD, t, last),))

@@ -1,0 +1,31 @@
+"""`make grid`: every schedule against the serial one over the whole grid. Takes long; pytest runs a part of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from tests.cluster import Cluster
+from tests.engine.test_schedules import PLACES, SPLITS, serial, split_case, train
+
+SCHEDULES = ("dbp", "fwp", "nested")
+
+
+def main() -> None:
+    cluster, start, wrong = Cluster(), time.perf_counter(), 0
+    cases = list(itertools.product(range(len(PLACES)), range(len(SPLITS))))
+    for number, (place, split) in enumerate(cases):
+        for schedule in SCHEDULES:
+            world, case = split_case(schedule, place, split, steps=12)
+            if set(cluster.run(world, train, case)) != {serial(cluster, world, case)}:
+                wrong += 1
+                print("DIFFERS", world, "workers", case, flush=True)
+        if number % 30 == 29:
+            seconds = time.perf_counter() - start
+            print(f"{number + 1} of {len(cases)} x {len(SCHEDULES)}: {wrong} differ, {seconds:.0f} s", flush=True)
+    cluster.close()
+    raise SystemExit(f"{wrong} of {len(cases) * len(SCHEDULES)} runs differ" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
