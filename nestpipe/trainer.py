@@ -414,7 +414,8 @@ class Trainer:
         self._must_be_quiet("save")
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         at_owner = {store.table.name: how for store, how in zip(self._stores(), self._ops.plan.at_owner, strict=True)}
-        settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner, "micro_batches": self.micro_batches}
+        measured = self.micro_batches if self._tuning is None else None
+        settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner, "micro_batches": measured}
         checkpoint.save(Path(path), self._stores(), self._dense, self._rows, step=self.steps, settings=settings)
 
     def load(self, path: str | Path) -> None:
@@ -423,7 +424,7 @@ class Trainer:
             raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
         self.steps, settings = checkpoint.load(Path(path), self._stores(), self._dense, self._rows)
         self.scale_lr(settings["lr_factor"])
-        if self._tuning is not None and "micro_batches" in settings:  # measured before
+        if self._tuning is not None and settings.get("micro_batches"):  # measured before
             self._tuning = None
             self._set_micro_batches(settings["micro_batches"])
         for k in self._ops.plan.undecided:

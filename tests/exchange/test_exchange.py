@@ -199,10 +199,17 @@ def test_auto_takes_the_cheaper_way_on_all_ranks_and_all_ways_agree(
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def bytes_of_a_step(repetitions: int, micro_batches: int) -> int:
+def bytes_of_a_step(repetitions: int, micro_batches: int, schedule: str = "serial", window_cache: bool = True) -> int:
     model = Recorder()
     trainer = Trainer(
-        model, TABLES, FEATURES, dense_optimizer=lambda p: torch.optim.SGD(p, 0.0), micro_batches=micro_batches
+        model,
+        TABLES,
+        FEATURES,
+        dense_optimizer=lambda p: torch.optim.SGD(p, 0.0),
+        micro_batches=micro_batches,
+        schedule=schedule,
+        window_cache=window_cache,
+        clustering="none",
     )
     sequence = Jagged.from_lists([list(range(40)) * repetitions, list(range(20, 60)) * repetitions])
     nothing = Jagged.from_lists([[], []])
@@ -223,3 +230,21 @@ def test_bytes_do_not_grow_with_repetition_or_with_micro_batches(cluster: Cluste
     assert once[0] == asked * (8 + 2 * 4 * DIM) + sizes
     assert cluster.run(3, bytes_of_a_step, 50, 1) == once
     assert cluster.run(3, bytes_of_a_step, 1, 2) == once
+
+
+@pytest.mark.parametrize("schedule", ["fwp", "nested"])
+def test_a_frozen_window_sends_each_row_once_and_says_when_it_was_last_used(cluster: Cluster, schedule: str) -> None:
+    once, window = (cluster.run(3, bytes_of_a_step, 1, n, schedule)[0] for n in (1, 2))
+    pairs = [(rank, w) for rank in range(3) for w in range(3) if rank != w]
+    keys = {pair: sum(owner_of(key, 3) == pair[1] for key in range(60)) for pair in pairs}
+    last_uses = sum(2 * 4 * -(-count // 4) for count in keys.values())  # a byte a key, in whole words, for two tables
+    sizes = len(pairs) * 8 * len(TABLES)  # one more number for each table
+    assert window == once + last_uses + sizes
+
+
+@pytest.mark.parametrize("schedule", ["serial", "fwp", "nested"])
+def test_without_the_window_cache_every_micro_batch_asks_again(cluster: Cluster, schedule: str) -> None:
+    sent = cluster.run(3, bytes_of_a_step, 1, 2, schedule, False)[0]
+    asked = sum(owner_of(key, 3) != rank for rank in range(3) for m in (range(40), range(20, 60)) for key in m) * 2
+    sizes = 3 * 2 * 8 * (1 + (3 if schedule == "serial" else 4) * len(TABLES))
+    assert sent == asked * (8 + 2 * 4 * DIM) + sizes
