@@ -148,7 +148,7 @@ class Trainer:
         )
         self._engine_options: dict[str, Any] = {
             "window_cache": window_cache,
-            "clustering": clustering if self.world > 1 else "none",
+            "clustering": clustering,
             "trace": record,
         }
         self._schedule, self._look_ahead = schedule, look_ahead

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from nestpipe.arena import Arena
@@ -172,7 +173,7 @@ class Engine:
         try:
             batch = self._read()
             if batch is not None:
-                order, bounds = cluster(batch, self.ops.plan, self._micro_batches, self._clustering, self._dedup)
+                order, bounds = self._cluster(batch)
                 if order is not None:
                     batch = batch.select(torch.from_numpy(order))
                 ctx.batch = batch.pin_memory() if self._pinned else batch
@@ -181,3 +182,9 @@ class Engine:
             ctx.error = problem
         self._contexts[number] = ctx
         return ctx
+
+    def _cluster(self, batch: Batch) -> tuple[np.ndarray | None, list[int]]:
+        keys = self.ops.keys
+        return cluster(
+            batch, self.ops.plan, self._micro_batches, self._clustering, self._dedup, rank=keys.rank, world=keys.world
+        )

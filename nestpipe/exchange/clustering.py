@@ -7,7 +7,7 @@ import numpy as np
 from nestpipe.batch import Batch
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels import clusters
-from nestpipe.kernels.keys import Deduplicator
+from nestpipe.kernels.keys import SHARD_BITS, Deduplicator, shards
 
 CLUSTERINGS = ("none", "shared", "window")
 
@@ -22,24 +22,25 @@ def even_bounds(size: int, count: int) -> list[int]:
 
 
 def cluster(
-    batch: Batch, plan: ExchangePlan, count: int, how: str, dedup: Deduplicator
+    batch: Batch, plan: ExchangePlan, count: int, how: str, dedup: Deduplicator, *, rank: int, world: int
 ) -> tuple[np.ndarray | None, list[int]]:
     """The order of the samples (None: as they are) and bounds: micro-batch m is samples order[bounds[m] : bounds[m + 1]].
 
     "none": as they come.
     "shared": samples that share rows together: few distinct rows, summed over micro-batches that each fetch their own.
-    "window": few distinct rows in the first and the last micro-batch, the only ones whose rows (gradients) nothing hides
-        when each row travels once per batch; in between, about as many new and completed rows in each.
+    "window": few distinct rows of other workers in the first and the last micro-batch, the only ones whose rows (gradients)
+        nothing hides when each row travels once per batch; in between, about as many new and completed rows in each.
 
     Micro-batches are even in samples, to within one, and in tokens (keys) to within 5% where the samples allow it. Inside
-    one the samples keep their order. A pure function of the keys; rows weigh as much as their table is wide.
+    one the samples keep their order. A pure function of the keys and of who owns them; rows weigh as much as their table is
+    wide, and where rows travel once those of this worker (rank) itself weigh nothing: they do not travel.
     """
     if how not in CLUSTERINGS:
         raise ValueError(f"clustering must be one of {', '.join(CLUSTERINGS)}, got {how!r}")
     bounds = even_bounds(batch.size, count)
-    if how == "none" or count == 1 or batch.size < count:
+    if how == "none" or count == 1 or world == 1 or batch.size < count:
         return None, bounds
-    feature_start, ids, width = _rows(batch, plan, dedup)
+    feature_start, ids, width, owner = _rows(batch, plan, dedup, world)
     if not len(ids):
         return None, bounds
     start, rows, frequency = clusters.distinct_rows(feature_start, ids, len(width))
@@ -50,6 +51,8 @@ def cluster(
     # A row costs its width times the chance that it would not be there anyway, were samples dealt at random; a row whose
     # samples fit one micro-batch at least `floor` of it, as data with groups of that size is not random at all.
     ends_only = how == "window" and count > 2
+    if how == "window":
+        width = np.where(owner == rank, np.float32(0), width)
     floor = 0.1 if ends_only else 1.0
     missing = (1 - 1 / count) ** np.arange(batch.size)  # by frequency - 1
     chance = np.where(np.arange(1, batch.size + 1) <= batch.size / count, np.maximum(missing, floor), missing)
@@ -73,9 +76,11 @@ def cluster(
     return np.argsort(home, kind="stable"), bounds
 
 
-def _rows(batch: Batch, plan: ExchangePlan, dedup: Deduplicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keys as rows 0, 1, ... over all tables: feature_start and ids as `distinct_rows` takes them; the width of each row."""
-    starts, ids, widths = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+def _rows(
+    batch: Batch, plan: ExchangePlan, dedup: Deduplicator, world: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Keys as rows 0, 1, ... over all tables: feature_start and ids as `distinct_rows` takes them; width and owner of each."""
+    starts, ids, widths, owners = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
     num_ids = num_rows = 0
     for table, features in zip(plan.tables, plan.features_of, strict=True):
         parts = [batch.keys[feature.name] for feature in features]
@@ -83,9 +88,10 @@ def _rows(batch: Batch, plan: ExchangePlan, dedup: Deduplicator) -> tuple[np.nda
             starts.append(part.offsets.numpy() + num_ids)
             num_ids += len(part.values)
         keys = np.concatenate([np.empty(0, np.int64), *(part.values.numpy() for part in parts)])
-        inverse = np.empty(len(keys), np.int32)
-        num_distinct = dedup(keys, np.empty_like(keys), inverse)
+        unique, inverse = np.empty_like(keys), np.empty(len(keys), np.int32)
+        num_distinct = dedup(keys, unique, inverse)
+        owners.append(shards(unique[:num_distinct]) * world >> SHARD_BITS)
         ids.append(inverse + np.int32(num_rows))
         widths.append(np.full(num_distinct, table.dim, np.float32))
         num_rows += num_distinct
-    return np.stack(starts), np.concatenate(ids), np.concatenate(widths)
+    return np.stack(starts), np.concatenate(ids), np.concatenate(widths), np.concatenate(owners)

@@ -65,7 +65,7 @@ def batch() -> Batch:
 
 @pytest.mark.parametrize("micro_batches", [2, "auto"])
 def test_a_declared_mix_is_refused_where_the_batch_is_split(micro_batches: int | str) -> None:
-    with pytest.raises(ValueError, match="mixes_samples = True.*use micro_batches=1"):
+    with pytest.raises(ValueError, match=r"mixes_samples = True.*use micro_batches=1"):
         trainer_of(Declared(), micro_batches=micro_batches)
 
 

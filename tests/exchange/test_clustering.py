@@ -13,7 +13,7 @@ from nestpipe.batch import Batch, Jagged
 from nestpipe.exchange.clustering import CLUSTERINGS, cluster, even_bounds
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels import clusters
-from nestpipe.kernels.keys import Deduplicator
+from nestpipe.kernels.keys import Deduplicator, shards
 from nestpipe.tables import Feature, Table
 
 CLUSTERED = ("shared", "window")
@@ -23,6 +23,7 @@ TWO_TABLES = ExchangePlan(
     [Feature("history", table="item"), Feature("liked", table="item"), Feature("user", table="user")],
 )
 few = settings(max_examples=60, deadline=None)
+STRANGER = {"rank": -1, "world": 2}  # a worker that owns no row: all are to travel
 
 
 def jagged(lists: list[np.ndarray]) -> Jagged:
@@ -32,7 +33,7 @@ def jagged(lists: list[np.ndarray]) -> Jagged:
 
 def micro_batches(batch: Batch, count: int, how: str, plan: ExchangePlan = ITEMS) -> list[list[int]]:
     """The samples of each micro-batch; whatever the data, each sample is in one, in its old order, and sizes are even."""
-    order, bounds = cluster(batch, plan, count, how, Deduplicator())
+    order, bounds = cluster(batch, plan, count, how, Deduplicator(), **STRANGER)
     assert bounds == even_bounds(batch.size, count)
     samples = list(range(batch.size)) if order is None else order.tolist()
     assert sorted(samples) == list(range(batch.size))
@@ -117,19 +118,19 @@ def test_any_number_of_micro_batches_will_do(how: str, count: int) -> None:
     ids=["no samples", "no samples for 4", "fewer samples than micro-batches", "one micro-batch", "no keys"],
 )
 def test_where_nothing_can_be_chosen_samples_stay_as_they_are(how: str, lists: list[list[int]], count: int) -> None:
-    order, bounds = cluster(Batch({"history": Jagged.from_lists(lists)}), ITEMS, count, how, Deduplicator())
+    order, bounds = cluster(Batch({"history": Jagged.from_lists(lists)}), ITEMS, count, how, Deduplicator(), **STRANGER)
     assert order is None
     assert bounds == even_bounds(len(lists), count)
 
 
 def test_none_leaves_samples_as_they_come() -> None:
     lists = sessions(np.random.default_rng(1), 50)
-    assert cluster(histories(lists), ITEMS, 4, "none", Deduplicator()) == (None, [0, 12, 25, 37, 50])
+    assert cluster(histories(lists), ITEMS, 4, "none", Deduplicator(), **STRANGER) == (None, [0, 12, 25, 37, 50])
 
 
 def test_an_unknown_clustering_is_refused() -> None:
     with pytest.raises(ValueError, match="none, shared, window, got 'keys'"):
-        cluster(histories([]), ITEMS, 4, "keys", Deduplicator())
+        cluster(histories([]), ITEMS, 4, "keys", Deduplicator(), **STRANGER)
 
 
 @pytest.mark.parametrize("how", CLUSTERED)
@@ -155,8 +156,8 @@ def test_one_sample_longer_than_a_micro_batch_does_not_upset_the_others(how: str
 def test_the_same_keys_give_the_same_order(how: str) -> None:
     batch = histories(sessions(np.random.default_rng(2), 300))
     used = Deduplicator()
-    cluster(histories([np.arange(9999)]), ITEMS, 1, how, used)
-    orders = [cluster(batch, ITEMS, 8, how, dedup)[0] for dedup in (used, used, Deduplicator())]
+    cluster(histories([np.arange(9999)]), ITEMS, 1, how, used, **STRANGER)
+    orders = [cluster(batch, ITEMS, 8, how, dedup, **STRANGER)[0] for dedup in (used, used, Deduplicator())]
     assert orders[0] is not None
     assert all(order is not None and np.array_equal(order, orders[0]) for order in orders)
 
@@ -218,6 +219,26 @@ def test_window_has_fewer_rows_at_both_ends_on_zipf_keys(count: int, at_most: fl
     after = distinct(lists, micro_batches(histories(lists), count, "window"))
     assert after[0] + after[-1] < at_most * (before[0] + before[-1])
     assert max(after[0], after[-1]) < min(after[1:-1])
+
+
+def test_window_prefers_rows_of_its_own_worker_at_both_ends() -> None:
+    rng = np.random.default_rng(7)
+    lists = list(zipf(rng, 512 * 50, 1.05).reshape(512, 50))
+    owner = (shards(np.concatenate(lists)) * 2 >> 16).reshape(512, 50)
+
+    def to_travel(rank: int) -> int:
+        order, bounds = cluster(histories(lists), ITEMS, 8, "window", Deduplicator(), rank=rank, world=2)
+        assert order is not None
+        ends = (order[: bounds[1]], order[bounds[-2] :])
+        return sum(len({key for s in end for key in lists[s][owner[s] != 0].tolist()}) for end in ends)
+
+    assert to_travel(0) < 0.9 * to_travel(-1)
+
+
+@pytest.mark.parametrize("how", CLUSTERED)
+def test_with_one_worker_samples_stay_as_they_are(how: str) -> None:
+    lists = sessions(np.random.default_rng(1), 50)
+    assert cluster(histories(lists), ITEMS, 4, how, Deduplicator(), rank=0, world=1)[0] is None
 
 
 def test_window_has_few_rows_at_both_ends_of_sessions_and_is_even_between() -> None:
