@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.set_defaults(command=_trace)
 
     bench = commands.add_parser("bench", help="side-by-side measurements")
-    bench.add_argument("suite", choices=["kernels", "overlap", "peers", "reading", "storage"])
+    bench.add_argument("suite", choices=["ablation", "kernels", "overlap", "peers", "reading", "storage", "timelines"])
     bench.add_argument("--json", type=Path, metavar="FILE")
     bench.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
     bench.set_defaults(command=_bench)

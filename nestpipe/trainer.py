@@ -77,7 +77,8 @@ class Trainer:
     window_cache: each row crosses the wire once per batch, however many micro-batches use it. False: once for each of them,
         for comparison.
     clustering: how samples are dealt to micro-batches: "window" (few rows to wait for at both ends of the batch), "shared"
-        (samples that share keys together), "none" (as they come). Nothing to do with one worker or one micro-batch.
+        (samples that share keys together), "taper" (window, with smaller micro-batches at both ends: even less to wait
+        for), "none" (as they come). Nothing to do with one worker or one micro-batch.
     look_ahead: how many batches may be on their way behind the one that computes; None is what the schedule's stages need.
     storage: folder for tables of tier "disk": working files, one per table and worker, gone when the trainer is closed.
     record: keeps every operation's start and end, for `save_trace`.

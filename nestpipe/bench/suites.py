@@ -12,11 +12,13 @@ import torch
 from nestpipe.run import write_json
 
 SUITES = {
+    "ablation": "nestpipe.bench.ablation",
     "kernels": "nestpipe.bench.kernels",
     "overlap": "nestpipe.bench.overlap",
     "peers": "nestpipe.bench.peers.suite",
     "reading": "nestpipe.bench.reading",
     "storage": "nestpipe.bench.storage",
+    "timelines": "nestpipe.bench.timelines",
 }
 
 

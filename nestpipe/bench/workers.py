@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from nestpipe.bench.links import Links
 from nestpipe.process import keep_large_blocks
 
 
@@ -24,6 +25,7 @@ def run_workers(
     threads: int | None = None,
     keep_blocks: bool = True,
     timeout: float = 120,
+    links: Links | None = None,
 ) -> Any:
     """Runs `work(*args)` on each of `workers` processes joined in one gloo group; gives back what rank 0 returned.
 
@@ -33,6 +35,7 @@ def run_workers(
     threads: OMP and torch threads per worker; the machine's cores divided by the workers if left out.
     keep_blocks: apply `process.keep_large_blocks` before the work starts.
     timeout: seconds that a collective may wait for another worker.
+    links: of limited rate, from `bench.links`; left out, the workers talk over loopback.
     """
     if workers < 1:
         raise ValueError(f"run_workers: workers must be at least 1, got {workers}")
@@ -43,7 +46,7 @@ def run_workers(
     try:
         with tempfile.TemporaryDirectory(prefix="nestpipe-bench-") as folder:
             torch.multiprocessing.spawn(
-                _worker, (work, args, workers, threads, keep_blocks, timeout, folder), nprocs=workers
+                _worker, (work, args, workers, threads, keep_blocks, timeout, folder, links), nprocs=workers
             )
             return json.loads(Path(folder, "result.json").read_text())
     finally:
@@ -63,7 +66,10 @@ def _worker(
     keep_blocks: bool,
     timeout: float,
     folder: str,
+    links: Links | None,
 ) -> None:
+    if links is not None:
+        links.enter(rank)  # before there are other threads: they stay where they are
     if keep_blocks:
         keep_large_blocks()
     torch.set_num_threads(threads)

@@ -9,7 +9,7 @@ from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels import clusters
 from nestpipe.kernels.keys import SHARD_BITS, Deduplicator, shards
 
-CLUSTERINGS = ("none", "shared", "window")
+CLUSTERINGS = ("none", "shared", "window", "taper")
 
 MATES = 8  # a row of at most this many samples marks them as mates: neighbours in a session, say
 EVERYWHERE = 0.02  # a row less likely than this to be missing from a micro-batch is taken to be there
@@ -21,6 +21,16 @@ def even_bounds(size: int, count: int) -> list[int]:
     return [size * m // count for m in range(count + 1)]
 
 
+def tapered_bounds(size: int, count: int) -> list[int]:
+    """Cuts `size` samples into runs of which the first and the last are a quarter as long as those in the middle, the ones
+    beside them half; none is empty unless size < count."""
+    if size < count:
+        return even_bounds(size, count)
+    weights = np.minimum(4, 2 ** np.minimum(np.arange(count), np.arange(count)[::-1]).clip(max=2))
+    ends = (size - count) * np.cumsum(weights) // weights.sum() + np.arange(1, count + 1)
+    return [0, *ends.tolist()]
+
+
 def cluster(
     batch: Batch, plan: ExchangePlan, count: int, how: str, dedup: Deduplicator, *, rank: int, world: int
 ) -> tuple[np.ndarray | None, list[int]]:
@@ -30,14 +40,17 @@ def cluster(
     "shared": samples that share rows together: few distinct rows, summed over micro-batches that each fetch their own.
     "window": few distinct rows of other workers in the first and the last micro-batch, the only ones whose rows (gradients)
         nothing hides when each row travels once per batch; in between, about as many new and completed rows in each.
+    "taper": the same with a smaller first and last micro-batch, see `tapered_bounds`: less to wait for than even ones can
+        have, where computing is so much longer than travelling that a small one still hides the rows of the next.
 
-    Micro-batches are even in samples, to within one, and in tokens (keys) to within 5% where the samples allow it. Inside
+    But for "taper" micro-batches are even in samples, to within one; in all, tokens (keys) are in proportion to samples to
+    within 5% of an even part, where the samples allow it. Inside
     one the samples keep their order. A pure function of the keys and of who owns them; rows weigh as much as their table is
     wide, and where rows travel once those of this worker (rank) itself weigh nothing: they do not travel.
     """
     if how not in CLUSTERINGS:
         raise ValueError(f"clustering must be one of {', '.join(CLUSTERINGS)}, got {how!r}")
-    bounds = even_bounds(batch.size, count)
+    bounds = tapered_bounds(batch.size, count) if how == "taper" else even_bounds(batch.size, count)
     if how == "none" or count == 1 or world == 1 or batch.size < count:
         return None, bounds
     feature_start, ids, width, owner = _rows(batch, plan, dedup, world)
@@ -50,8 +63,8 @@ def cluster(
 
     # A row costs its width times the chance that it would not be there anyway, were samples dealt at random; a row whose
     # samples fit one micro-batch at least `floor` of it, as data with groups of that size is not random at all.
-    ends_only = how == "window" and count > 2
-    if how == "window":
+    ends_only = how in ("window", "taper") and count > 2
+    if how != "shared":
         width = np.where(owner == rank, np.float32(0), width)
     floor = 0.1 if ends_only else 1.0
     missing = (1 - 1 / count) ** np.arange(batch.size)  # by frequency - 1
@@ -62,11 +75,12 @@ def cluster(
     user_start, user = clusters.users(start, rows, frequency, (frequency > 1) & (value > 0))
 
     # What grows first is cheapest: that is the first micro-batch, then the last.
-    tokens_left, last = tokens.sum(), np.full(len(width), -1, np.int32)
+    tokens_left, samples_left, last = tokens.sum(), batch.size, np.full(len(width), -1, np.int32)
     grown = (0, count - 1) if ends_only else (0, count - 1, *range(1, count - 1))
-    for done, m in enumerate(grown):
-        want = tokens_left / (count - done)
+    for m in grown:
+        want = tokens_left * sizes[m] / samples_left
         tokens_left -= clusters.grow(start, rows, user_start, user, value, cost, tokens, home, last, m, sizes[m], want)
+        samples_left -= sizes[m]
     if ends_only:
         rest = np.flatnonzero(home < 0)
         rest = rest[np.argsort(clusters.anchors(start, rows, frequency, MATES)[rest], kind="stable")]

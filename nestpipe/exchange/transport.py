@@ -11,6 +11,8 @@ import torch.distributed as dist
 from nestpipe.arena import as_tensor
 from nestpipe.errors import TrainingError, describe
 
+PAIRS = 64  # workers up to which bulk data travels pair by pair; above, posting each pair from Python costs too much
+
 
 class Transport:
     """One process group used by one thread. With a single worker nothing is sent and nothing copied."""
@@ -31,15 +33,36 @@ class Transport:
         if self.world == 1:
             return sent
         self.bytes_sent += (len(sent) - int(sent_counts[self.rank])) * (sent.nbytes // max(1, len(sent)))
-        dist.all_to_all_single(
-            as_tensor(received), as_tensor(sent), received_counts.tolist(), sent_counts.tolist(), group=self._group
-        )
+        if self.world > PAIRS:
+            dist.all_to_all_single(
+                as_tensor(received), as_tensor(sent), received_counts.tolist(), sent_counts.tolist(), group=self._group
+            )
+        else:
+            self._in_pairs(sent, sent_counts, received, received_counts)
         return received
 
+    def _in_pairs(
+        self, sent: np.ndarray, sent_counts: np.ndarray, received: np.ndarray, received_counts: np.ndarray
+    ) -> None:
+        """Every receive is posted before any send. (gloo's own all-to-all sends at once to a peer that is ready, and its own
+        readiness to receive waits behind that data in the socket: both directions of a link then take turns, at random.)"""
+        leaves = np.split(sent, np.cumsum(sent_counts)[:-1])
+        comes = np.split(received, np.cumsum(received_counts)[:-1])
+        comes[self.rank][:] = leaves[self.rank]
+        others = [(self.rank + i) % self.world for i in range(1, self.world)]
+        works = [dist.irecv(as_tensor(comes[w]), group=self._group, group_src=w) for w in others if len(comes[w])]
+        works += [dist.isend(as_tensor(leaves[w]), group=self._group, group_dst=w) for w in others if len(leaves[w])]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
     def exchange_rows(self, table: np.ndarray) -> np.ndarray:
-        """Row w of `table` goes to worker w; returns the rows that came, by source."""
-        counts = np.ones(self.world, np.int64)
-        return self.all_to_all(table, counts, np.empty_like(table), counts)
+        """Row w of `table` goes to worker w; returns the rows that came, by source. For small tables: one message each."""
+        if self.world == 1:
+            return table
+        self.bytes_sent += (self.world - 1) * table[0].nbytes
+        received = np.empty_like(table)
+        dist.all_to_all_single(as_tensor(received), as_tensor(table), group=self._group)
+        return received
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Element-wise sum over all workers, in place."""

@@ -28,6 +28,7 @@ from nestpipe.engine.engine import Around
 from nestpipe.engine.step import Context
 from nestpipe.errors import TrainingError
 from nestpipe.exchange import source
+from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.exchange.window import Window
 from nestpipe.schedule.ops import Task
 from nestpipe.store.disk import DiskStore
@@ -204,7 +205,11 @@ def serial(cluster: Cluster, world: int, case: Case) -> tuple[str, str, int]:
 
 
 PLACES = list(itertools.product(["memory", "disk"], [1, 2, 3, 4], [0.0, 0.3, 1.0]))  # tier, world, overlap
-SPLITS = list(itertools.product([1, 2, 3, 8, 32], ["none", "shared", "window"], [True, False]))  # N, clustering, cache
+SPLITS = [  # number of micro-batches, clustering, window cache
+    (count, clustering, cached)
+    for count, clustering, cached in itertools.product([1, 2, 3, 8, 32], CLUSTERINGS, [True, False])
+    if count > 2 or clustering in ("none", "window")  # else it makes no difference
+]
 
 
 def split_case(schedule: str, place: int, split: int, *, steps: int) -> tuple[int, Case]:

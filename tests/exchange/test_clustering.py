@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -10,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch, Jagged
-from nestpipe.exchange.clustering import CLUSTERINGS, cluster, even_bounds
+from nestpipe.exchange.clustering import CLUSTERINGS, cluster, even_bounds, tapered_bounds
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels import clusters
 from nestpipe.kernels.keys import Deduplicator, shards
 from nestpipe.tables import Feature, Table
 
-CLUSTERED = ("shared", "window")
+EVEN = ("shared", "window")
+CLUSTERED = (*EVEN, "taper")
 ITEMS = ExchangePlan([Table("item", dim=16)], [Feature("history", table="item")])
 TWO_TABLES = ExchangePlan(
     [Table("item", dim=16), Table("user", dim=4)],
@@ -34,7 +36,7 @@ def jagged(lists: list[np.ndarray]) -> Jagged:
 def micro_batches(batch: Batch, count: int, how: str, plan: ExchangePlan = ITEMS) -> list[list[int]]:
     """The samples of each micro-batch; whatever the data, each sample is in one, in its old order, and sizes are even."""
     order, bounds = cluster(batch, plan, count, how, Deduplicator(), **STRANGER)
-    assert bounds == even_bounds(batch.size, count)
+    assert bounds == (tapered_bounds if how == "taper" else even_bounds)(batch.size, count)
     samples = list(range(batch.size)) if order is None else order.tolist()
     assert sorted(samples) == list(range(batch.size))
     parts = [samples[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -120,7 +122,7 @@ def test_any_number_of_micro_batches_will_do(how: str, count: int) -> None:
 def test_where_nothing_can_be_chosen_samples_stay_as_they_are(how: str, lists: list[list[int]], count: int) -> None:
     order, bounds = cluster(Batch({"history": Jagged.from_lists(lists)}), ITEMS, count, how, Deduplicator(), **STRANGER)
     assert order is None
-    assert bounds == even_bounds(len(lists), count)
+    assert bounds == (tapered_bounds if how == "taper" else even_bounds)(len(lists), count)
 
 
 def test_none_leaves_samples_as_they_come() -> None:
@@ -129,11 +131,11 @@ def test_none_leaves_samples_as_they_come() -> None:
 
 
 def test_an_unknown_clustering_is_refused() -> None:
-    with pytest.raises(ValueError, match="none, shared, window, got 'keys'"):
+    with pytest.raises(ValueError, match="none, shared, window, taper, got 'keys'"):
         cluster(histories([]), ITEMS, 4, "keys", Deduplicator(), **STRANGER)
 
 
-@pytest.mark.parametrize("how", CLUSTERED)
+@pytest.mark.parametrize("how", EVEN)
 @pytest.mark.parametrize(("size", "count"), [(256, 8), (1024, 32), (2048, 8)])
 def test_tokens_are_even_although_lengths_differ(how: str, size: int, count: int) -> None:
     for seed in range(5):
@@ -142,7 +144,7 @@ def test_tokens_are_even_although_lengths_differ(how: str, size: int, count: int
         assert worst_tokens(lists, micro_batches(histories(lists), count, how)) <= 0.05
 
 
-@pytest.mark.parametrize("how", CLUSTERED)
+@pytest.mark.parametrize("how", EVEN)
 def test_one_sample_longer_than_a_micro_batch_does_not_upset_the_others(how: str) -> None:
     rng = np.random.default_rng(0)
     lists = [zipf(rng, int(n)) for n in rng.geometric(1 / 20, 256)]
@@ -219,6 +221,27 @@ def test_window_has_fewer_rows_at_both_ends_on_zipf_keys(count: int, at_most: fl
     after = distinct(lists, micro_batches(histories(lists), count, "window"))
     assert after[0] + after[-1] < at_most * (before[0] + before[-1])
     assert max(after[0], after[-1]) < min(after[1:-1])
+
+
+def test_tapered_bounds_are_small_at_both_ends_and_none_is_empty() -> None:
+    assert np.diff(tapered_bounds(2208, 8)).tolist() == [101, 201, 401, 401, 401, 401, 201, 101]
+    assert np.diff(tapered_bounds(403, 3)).tolist() == [101, 201, 101]
+    assert tapered_bounds(5, 8) == even_bounds(5, 8)
+    for size, count in itertools.product(range(1, 60), range(1, 20)):
+        sizes = np.diff(tapered_bounds(size, count))
+        assert sizes.sum() == size and (size < count or sizes.min() >= 1)
+
+
+@pytest.mark.parametrize("size", [512, 1024])
+def test_taper_has_fewer_rows_at_both_ends_than_even_micro_batches_can_have(size: int) -> None:
+    rng = np.random.default_rng(7)
+    lists = [zipf(rng, int(n), 1.05) for n in rng.geometric(1 / 20, size)]
+    total = len(set(np.concatenate(lists).tolist()))
+    parts = micro_batches(histories(lists), 8, "taper")
+    rows, tokens = distinct(lists, parts), np.array([sum(len(lists[s]) for s in part) for part in parts])
+    assert rows[0] + rows[-1] < 0.13 * total
+    even = tokens.sum() / 8
+    assert abs(tokens - tokens.sum() * np.array([len(part) for part in parts]) / size).max() <= 0.05 * even + 1
 
 
 def test_window_prefers_rows_of_its_own_worker_at_both_ends() -> None:

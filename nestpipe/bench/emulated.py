@@ -1,0 +1,89 @@
+"""An emulated accelerator: operations that take a set time and use no CPU. Whatever is measured with it is labelled so.
+
+On a machine with a few cores, computing, communicating and looking up share the cores, so that overlapping them gains little
+whatever the schedule. With accelerators they do not; here, after its real work, an operation sleeps until its time is
+over. Operations, their order and their waiting for each other are real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.batch import Batch, Output
+from nestpipe.engine.engine import Engine
+from nestpipe.schedule.ops import BWD, EMB, FWD, GRAD, Task
+
+LABEL = "emulated accelerator"
+FORWARD = 1 / 3  # of the compute; backward is the rest
+
+
+class EmulatedModel(nn.Module):
+    """Cheap, with real gradients; it counts its tokens, for `pad` to make them last.
+
+    A sample's loss is 0.5 x the sum over its tokens of (row . weight)^2: nothing depends on the other samples.
+    feature: a sequence of rows of size `dim`.
+    """
+
+    def __init__(self, *, dim: int, feature: str = "history") -> None:
+        super().__init__()
+        self.feature = feature
+        self.tokens = 0  # of the last forward
+        self.weight = nn.Parameter(torch.full((dim,), 0.01))
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
+        values, offsets = rows[self.feature].values, rows[self.feature].offsets
+        self.tokens = len(values)
+        score = values @ self.weight
+        return Output(score.new_zeros(batch.size).index_add(0, samples_of(offsets), 0.5 * score * score))
+
+
+def pad(
+    engine: Engine,
+    seconds: Mapping[str, float] | None = None,
+    *,
+    seconds_per_token: float = 0.0,
+    seconds_per_byte: float = 0.0,
+) -> None:
+    """Makes operations of an engine last.
+
+    seconds: of the operations named, at least.
+    seconds_per_token: of FWD and BWD together, at least, for each token of the micro-batch; the model is an EmulatedModel.
+    seconds_per_byte: of EMB and GRAD, for each byte that this worker sends in them, on top of the exchange itself: the
+        time of an emulated link starts when the last worker has come to it.
+    """
+    rows, model = engine.ops.rows, engine.ops.dense.model
+    tokens: dict[int, int] = {}  # of micro-batches between FWD and BWD
+
+    def around(task: Task, work: Callable[[], None]) -> None:
+        name, _, part = task.op
+        begin, sent = time.perf_counter(), rows.bytes_sent
+        work()
+        if name in (EMB, GRAD):
+            time.sleep((rows.bytes_sent - sent) * seconds_per_byte)
+        elif name == FWD and seconds_per_token:
+            assert isinstance(model, EmulatedModel)
+            tokens[part] = model.tokens
+            sleep_until(begin + FORWARD * seconds_per_token * tokens[part])
+        elif name == BWD and seconds_per_token:
+            sleep_until(begin + (1 - FORWARD) * seconds_per_token * tokens.pop(part))
+        elif seconds is not None and name in seconds:
+            sleep_until(begin + seconds[name])
+
+    engine.around = around
+
+
+def sleep_until(deadline: float) -> None:
+    """A time of `time.perf_counter`; one that has passed is no sleep."""
+    left = deadline - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+def samples_of(offsets: Tensor) -> Tensor:
+    """Which sample each token belongs to."""
+    return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())

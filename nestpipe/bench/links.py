@@ -1,0 +1,197 @@
+"""Links of a set rate between the workers of a measurement on one machine.
+
+Every worker gets a network namespace of its own, joined to the others by a bridge that has one as well, so that the host's
+own network is not touched. Token buckets (`tc tbf`) on both sides of each link limit what a worker sends, and what reaches
+it. There is no delay: rate is what limits an exchange of rows.
+
+Nothing outlives the bench: one small process, the guardian, waits on a pipe whose other end only the bench holds, and removes
+the namespaces when it closes, be it at the end, by an exception or by SIGKILL. Should the guardian be killed too, the next
+bench finds what is left by the number of the dead process in the names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+NAMESPACES = Path("/run/netns")
+INTERFACE = "eth0"
+LOOPBACK = "loopback, unlimited"
+# A small bucket, else the first bytes after a pause travel for free, and the many small messages of a schedule that cuts its
+# batch would gain by it. A bucket must hold a packet, so packets are kept below what the kernel would send at once.
+PACKET = 16_384
+BURST_SECONDS = 0.001
+QUEUE = "32mb"  # more than the sockets of a group hold: nothing is dropped, senders are held up instead
+
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()  # of namespaces, never used twice in a process
+
+# Workers that outlive their bench are ended with it: each namespace holds nothing else.
+_REMOVE = """
+trap '' HUP INT TERM
+cat > /dev/null
+for name in "$@"; do
+    ip netns pids "$name" 2> /dev/null | xargs -r kill -KILL 2> /dev/null
+    ip netns del "$name" 2> /dev/null
+done
+true
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Where each worker's end is. No namespaces: the workers share the host's loopback, and `why` says why.
+
+    addresses: of the workers, in the order of their ranks.
+    rate: of each worker's link, in each direction, as `tc` writes it.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    interface: str = INTERFACE
+    rate: str = ""
+    why: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.rate}/s links" if self.namespaces else LOOPBACK
+
+    def enter(self, rank: int) -> None:
+        """Moves the calling thread, and those it starts from now on, to the worker's end; gloo will use it."""
+        if not self.namespaces:
+            return
+        with open(NAMESPACES / self.namespaces[rank]) as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"cannot enter the network namespace {file.name}: {os.strerror(error)}")
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
+@contextlib.contextmanager
+def links(workers: int, *, rate: str = "300mbit") -> Iterator[Links]:
+    """Links for `run_workers(..., links=)`, removed at the end. Where they cannot be made it says so: loopback then.
+
+    rate: of each worker, in each direction: "300mbit", "1gbit".
+    """
+    if workers < 1 or workers > 250:
+        raise ValueError(f"links: workers must be from 1 to 250, got {workers}")
+    bits_per_second(rate)
+    why = _missing()
+    if not why:
+        remove_leftovers()
+        *names, bridge = (f"nestpipe-{os.getpid()}-{next(_numbers)}" for _ in range(workers + 1))
+        with _removed_at_the_end([*names, bridge]):
+            try:
+                made = _make(names, bridge, rate)
+            except subprocess.CalledProcessError as error:
+                why = f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}"
+            else:
+                yield made
+                return
+    print(f"no links of {rate}/s between workers: {why}. Measured on {LOOPBACK}.", file=sys.stderr)
+    yield Links(why=why)
+
+
+def throughput(megabytes: float = 4.0) -> float:
+    """Mbit/s that every worker sends when all send to all; all workers call it and get the same, the slowest worker's.
+
+    Receives are posted before sends: in `all_to_all` gloo may tell a peer that it is ready to receive only behind its own
+    data, on the same connection, and the two directions then take turns.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    others = [(rank + i) % world for i in range(1, world)]
+    sent = torch.zeros(world, max(1, int(megabytes * 1e6 / 4 / world)))
+    received = torch.empty_like(sent)
+    seconds = torch.zeros((), dtype=torch.float64)
+    for size in (1, sent.shape[1]):  # the first opens the connections
+        dist.barrier()
+        begin = time.perf_counter()
+        messages = [dist.irecv(received[peer, :size], peer) for peer in reversed(others)]
+        messages += [dist.isend(sent[peer, :size], peer) for peer in others]
+        for message in messages:
+            assert message is not None
+            message.wait()
+        seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return sent[0].nbytes * (world - 1) * 8 / 1e6 / float(seconds)
+
+
+def bits_per_second(rate: str) -> float:
+    for unit, factor in _UNITS.items():
+        number = rate.removesuffix(unit)
+        if number != rate and number.replace(".", "", 1).isdigit() and float(number) > 0:
+            return float(number) * factor
+    raise ValueError(f"links: rate {rate!r}; write a number and one of {', '.join(_UNITS)}, as in '300mbit'")
+
+
+def remove_leftovers() -> list[str]:
+    """Removes the namespaces of benches that are dead; their names."""
+    dead = []
+    for path in sorted(NAMESPACES.glob("nestpipe-*-*")):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            dead.append(path.name)
+    if dead:
+        subprocess.run(["sh", "-c", _REMOVE, "sh", *dead], stdin=subprocess.DEVNULL, check=True)
+    return dead
+
+
+def _missing() -> str:
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are of Linux"
+    if os.geteuid() != 0:
+        return "they need root"
+    absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    return f"no program {' and '.join(absent)} here (iproute2)" if absent else ""
+
+
+@contextlib.contextmanager
+def _removed_at_the_end(names: Sequence[str]) -> Iterator[None]:
+    # In a session of its own, so that Ctrl-C in a terminal does not reach it. No other process inherits the pipe's end.
+    guardian = subprocess.Popen(
+        ["sh", "-c", _REMOVE, "sh", *names], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        guardian.wait()
+
+
+def _make(names: Sequence[str], bridge: str, rate: str) -> Links:
+    burst = max(PACKET + 4096, int(bits_per_second(rate) / 8 * BURST_SECONDS))
+    limit = ("root", "tbf", "rate", rate, "burst", str(burst), "limit", QUEUE)
+    _run("ip", "netns", "add", bridge)
+    _run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", bridge, "link", "set", "bridge", "up")
+    addresses = []
+    for i, name in enumerate(names):
+        port, address = f"worker{i}", f"10.0.0.{i + 1}"
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", bridge, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+        _run("ip", "-n", bridge, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", name, "link", "set", INTERFACE, "gso_max_size", str(PACKET), "up")
+        _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *limit)
+        _run("tc", "-n", bridge, "qdisc", "add", "dev", port, *limit)
+        addresses.append(address)
+    return Links(tuple(names), tuple(addresses), INTERFACE, rate)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

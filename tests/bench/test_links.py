@@ -1,0 +1,138 @@
+"""Links between workers: they have the rate that was asked for, and nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nestpipe.bench import links as network
+from nestpipe.bench.links import LOOPBACK, NAMESPACES, Links, bits_per_second, links, remove_leftovers, throughput
+from nestpipe.bench.workers import run_workers
+
+
+@pytest.fixture
+def possible() -> None:
+    with links(1) as made:
+        if made.why:
+            pytest.skip(f"no links here: {made.why}")
+
+
+def gone(names: list[str], *, patience: float = 10.0) -> bool:
+    end = time.monotonic() + patience
+    while any((NAMESPACES / name).exists() for name in names) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any((NAMESPACES / name).exists() for name in names)
+
+
+def measure() -> list[float]:
+    return [throughput(2.0), throughput(2.0)]
+
+
+def sum_of_ranks() -> float:
+    value = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(value)
+    return float(value)
+
+
+@pytest.mark.usefixtures("possible")
+def test_workers_talk_at_the_rate_of_their_links() -> None:
+    with links(2, rate="100mbit") as made:
+        assert made.label == "100mbit/s links" and len(set(made.addresses)) == 2
+        rates = run_workers(measure, workers=2, links=made)
+        names = list(made.namespaces)
+        assert all((NAMESPACES / name).exists() for name in names)
+    assert 50 < max(rates) < 120
+    assert gone(names, patience=0)
+
+
+@pytest.mark.usefixtures("possible")
+def test_nothing_is_left_after_an_exception() -> None:
+    names: list[str] = []
+
+    def fail() -> None:
+        with links(3) as made:
+            names.extend(made.namespaces)
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert len(names) == 3 and gone(names, patience=0)
+
+
+@pytest.mark.usefixtures("possible")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_a_bench_that_was_ended_by_a_signal(how: signal.Signals) -> None:
+    script = """
+import sys, time
+from nestpipe.bench.links import links
+with links(2) as made:
+    print(*made.namespaces, flush=True)
+    time.sleep(60)
+"""
+    bench = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert bench.stdout is not None
+    names = bench.stdout.readline().split()
+    assert len(names) == 2 and all((NAMESPACES / name).exists() for name in names)
+    assert all(name.startswith(f"nestpipe-{bench.pid}-") for name in names)
+    bench.send_signal(how)
+    assert bench.wait(10) != 0
+    assert gone(names)
+
+
+@pytest.mark.usefixtures("possible")
+def test_what_a_dead_bench_and_its_guardian_left_is_removed_at_the_next_start() -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, alive = f"nestpipe-{dead.pid}-0", f"nestpipe-{os.getpid()}-mine"
+    for name in (left, alive):
+        subprocess.run(["ip", "netns", "add", name], check=True)
+    inside = subprocess.Popen(["ip", "netns", "exec", left, "sleep", "60"])
+    try:
+        with links(1) as made:
+            assert made.namespaces and not (NAMESPACES / left).exists() and (NAMESPACES / alive).exists()
+        assert inside.wait(10) == -signal.SIGKILL  # a worker that outlived its bench
+        assert remove_leftovers() == []
+    finally:
+        subprocess.run(["ip", "netns", "del", alive], check=True)
+        inside.kill()
+
+
+def test_without_root_workers_use_loopback_and_it_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    with links(2, rate="100mbit") as made:
+        assert made == Links(why="they need root") and made.label == LOOPBACK
+        assert run_workers(sum_of_ranks, workers=2, links=made) == 1.0
+    assert "they need root" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("possible")
+def test_a_kernel_that_cannot_is_said_with_the_command_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, "QUEUE", "nonsense")
+    before = set(NAMESPACES.iterdir())
+    with links(2) as made:
+        assert not made.namespaces and "tbf" in made.why
+        assert set(NAMESPACES.iterdir()) == before
+    assert "tbf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", ["300", "mbit", "-3mbit", "0mbit", "fast", "3 mbit"])
+def test_a_rate_without_number_or_unit_is_refused(rate: str) -> None:
+    with pytest.raises(ValueError, match="300mbit"):
+        bits_per_second(rate)
+
+
+def test_rates_are_read() -> None:
+    assert bits_per_second("300mbit") == 3e8 and bits_per_second("1.5gbit") == 1.5e9
