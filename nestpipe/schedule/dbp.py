@@ -30,8 +30,8 @@ def lookups(t: int, ahead: int) -> Iterator[Task]:
     """Everything before the rows of batch t leave their owners."""
     read, copied, routed = t + ahead, t + min(ahead, 3), t + min(ahead, 2)
 
-    # 1. data prefetch, no further ahead than asked for
-    yield Task(Op(PREFETCH, read), "data", (Op(UPDATE, t - 1),))
+    # 1. data prefetch, no further ahead than asked for; and not while batch t waits for its first rows, with all of the CPU
+    yield Task(Op(PREFETCH, read), "data", (Op(FWD, t),))
     # 2. host to device
     yield Task(Op(H2D, copied), "copy", (Op(PREFETCH, copied),))
     # 3. key routing
