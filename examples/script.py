@@ -52,7 +52,14 @@ def clicks(rank: int, *, steps: int, size: int = 256) -> Iterator[Batch]:
 
 def main() -> None:
     torch.manual_seed(0)
-    trainer = Trainer(Ranker(), tables, features, dense_optimizer=lambda p: torch.optim.Adam(p, 1e-3))
+    trainer = Trainer(
+        Ranker(),
+        tables,
+        features,
+        dense_optimizer=lambda p: torch.optim.Adam(p, 1e-3),
+        schedule="nested",
+        micro_batches=2,
+    )
     result = trainer.fit(clicks(trainer.rank, steps=300))
     metrics = trainer.evaluate(clicks(1000 + trainer.rank, steps=10), {"AUC": AUC()})
     stats = trainer.table_stats()

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from nestpipe import checkpoint, process, trace
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, NotFinite
-from nestpipe.engine.dense import Dense, checked_output
+from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.engine import Engine
-from nestpipe.engine.evaluation import judge_all, lookup
+from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.step import StepOperations, StepResult, Store
@@ -31,7 +31,7 @@ from nestpipe.engine.versions import Versions
 from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
-from nestpipe.metrics import NDCG, HitRate, rank_all
+from nestpipe.metrics import NDCG, HitRate
 from nestpipe.schedule import SCHEDULES
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore, StoreStats
@@ -147,11 +147,9 @@ class Trainer:
             skip_nonfinite=self._skip,
             versions=Versions(stores) if check_freshness else None,
         )
-        self._engine_options: dict[str, Any] = {
-            "window_cache": window_cache,
-            "clustering": clustering,
-            "trace": record,
-        }
+        # With one worker nothing travels, so that it makes no difference who is beside whom.
+        clustering = clustering if self.world > 1 else "none"
+        self._engine_options: dict[str, Any] = {"window_cache": window_cache, "clustering": clustering, "trace": record}
         self._schedule, self._look_ahead = schedule, look_ahead
         self._tuning = Tuning() if micro_batches == "auto" else None
         self._set_micro_batches(1 if isinstance(micro_batches, str) else micro_batches)
@@ -324,18 +322,8 @@ class Trainer:
         No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC().
         """
         self._must_be_quiet("evaluate")
-        totals = np.zeros(2)
-
-        def judge(batch: Batch, rows: dict[str, Any]) -> None:
-            output = checked_output(self.model(batch, rows), batch.size)
-            totals[0] += float(output.losses.double().sum())
-            totals[1] += batch.size if output.weights is None else float(output.weights.double().sum())
-            for name, metric in metrics.items():
-                if output.predictions is None or batch.labels is None:
-                    raise ValueError(f"metric {name!r} needs Output.predictions from the model and labels in the batch")
-                metric.update(output.predictions, batch.labels)
-
-        self._judge(batches, judge)
+        judged, totals = judge_losses(self.model, metrics)
+        self._judge(batches, judged)
         loss, weight = self._rows.sum(totals).tolist()
         results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
         return {"loss": loss / weight if weight else float("nan"), **results}
@@ -361,26 +349,11 @@ class Trainer:
         metrics: dict[str, Any] = {}
         for k in ks:
             metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
-        candidate_rows = self.rows(table, candidates)
-
-        def judge(batch: Batch, rows: dict[str, Any]) -> None:
-            if batch.labels is None:
-                raise ValueError("ranking needs batch.labels: the key of each sample's target")
-            ranks = rank_all(
-                self.model.score,  # type: ignore[arg-type]
-                queries_BD=self.model.query(batch, rows),  # type: ignore[operator]
-                candidates_ND=candidate_rows,
-                candidate_keys=candidates,
-                target_keys=batch.labels,
-                exclude=batch.keys[history] if exclude_seen else None,
-            )
-            for metric in metrics.values():
-                metric.update(ranks)
-
-        self._judge(batches, judge)
+        rows = self.rows(table, candidates)
+        self._judge(batches, judge_ranking(self.model, metrics, rows, candidates, history if exclude_seen else None))
         return {name: metric.compute(group=self.group) for name, metric in metrics.items()}
 
-    def _judge(self, batches: Iterable[Batch], judge: Callable[[Batch, dict[str, Any]], None]) -> None:
+    def _judge(self, batches: Iterable[Batch], judge: Judge) -> None:
         loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
         judge_all(self._ops, self._arena, self.model, loader, judge)
 
@@ -462,4 +435,12 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """What travels how, and what is overlapped, per table and stage: one line each."""
-        return [*self._ops.plan.describe(), *overlap(self._engine.schedule, self._ops.stores, self._dense.device)]
+        options = self._engine_options
+        lines = overlap(
+            self._engine.schedule,
+            self._ops.stores,
+            self._dense.device,
+            window_cache=options["window_cache"],
+            clustering=options["clustering"],
+        )
+        return [*self._ops.plan.describe(), *lines]

@@ -12,7 +12,9 @@ from nestpipe.schedule.ops import COMPUTE, Schedule, relative
 from nestpipe.store.disk import DiskStore
 
 
-def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -> list[str]:
+def overlap(
+    schedule: Schedule, stores: Sequence[Store], device: torch.device, *, window_cache: bool, clustering: str
+) -> list[str]:
     tasks = {task.op.name: task for task in reversed(schedule.tasks)}
 
     def how(name: str) -> str:
@@ -32,9 +34,18 @@ def overlap(schedule: Schedule, stores: Sequence[Store], device: torch.device) -
             f"the first rows and the last gradients (exposed)"
         )
 
+    once = (
+        "each row travels once"
+        if window_cache
+        else "a row travels for every micro-batch that uses it (no window cache)"
+    )
+    split = f"{schedule.micro_batches}; samples by clustering {clustering!r}; {once}"
+    if schedule.micro_batches == 1:
+        split = "1: the batch is not cut"
     device_text = "nothing to do: the device is the CPU" if device.type == "cpu" else how(op.H2D)
     lines = [
-        f"schedule {schedule.name}, {schedule.micro_batches} micro-batch(es): {schedule.summary}",
+        f"schedule {schedule.name}: {schedule.summary}",
+        f"  micro-batches: {split}",
         f"  data: read ahead in a thread or process of its own; {how(op.PREFETCH)}",
         f"  copy to the device: {device_text}",
         f"  key routing: {how(op.ROUTE)}",

@@ -48,7 +48,7 @@ class Engine:
         self.schedule, self.ops = schedule, ops
         self.around: Around | None = None
         self.verdict = require(schedule)
-        self._window_cache, self._clustering = window_cache, clustering
+        self._cached, self._clustering = window_cache, clustering
         self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
         self._names = [feature.name for feature in ops.plan.features]
         self._micro_batches, self._parts = schedule.micro_batches, schedule.num_parts(op.EMB)
@@ -168,7 +168,7 @@ class Engine:
 
     def _open(self, number: int) -> Context:
         arena = self._arenas.pop() if self._arenas else Arena()
-        nothing = Window([0] * (self._micro_batches + 1), self._parts, self._window_cache)
+        nothing = Window([0] * (self._micro_batches + 1), self._parts, self._cached)
         ctx = Context(number, Batch.empty(self._names), nothing, arena, has_data=False)
         try:
             batch = self._read()

@@ -6,14 +6,19 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch
+from nestpipe.engine.dense import checked_output
 from nestpipe.engine.loader import Loader
 from nestpipe.engine.step import Context, StepOperations
 from nestpipe.exchange.window import Window
+from nestpipe.metrics import rank_all
+
+Judge = Callable[[Batch, dict[str, Any]], None]  # looks at a batch and its rows
 
 
 def lookup(
@@ -31,9 +36,7 @@ def lookup(
     return ctx
 
 
-def judge_all(
-    ops: StepOperations, arena: Arena, model: nn.Module, loader: Loader, judge: Callable[[Batch, dict[str, Any]], None]
-) -> None:
+def judge_all(ops: StepOperations, arena: Arena, model: nn.Module, loader: Loader, judge: Judge) -> None:
     """Calls judge(batch, rows) for each batch of this worker, and serves rows until no worker has batches left. What goes
     wrong on one worker is raised on all."""
     model.eval()
@@ -57,3 +60,42 @@ def judge_all(
     finally:
         loader.close()
         model.train()
+
+
+def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.ndarray]:
+    """Adds losses and weights of a batch up in the returned array, and feeds its predictions to the metrics."""
+    totals = np.zeros(2)
+
+    def judge(batch: Batch, rows: dict[str, Any]) -> None:
+        output = checked_output(model(batch, rows), batch.size)
+        totals[0] += float(output.losses.double().sum())
+        totals[1] += batch.size if output.weights is None else float(output.weights.double().sum())
+        for name, metric in metrics.items():
+            if output.predictions is None or batch.labels is None:
+                raise ValueError(f"metric {name!r} needs Output.predictions from the model and labels in the batch")
+            metric.update(output.predictions, batch.labels)
+
+    return judge, totals
+
+
+def judge_ranking(
+    model: nn.Module, metrics: dict[str, Any], candidate_rows: Tensor, candidates: Tensor, exclude: str | None
+) -> Judge:
+    """Feeds the rank of each sample's target among all candidates to the metrics. exclude: the feature whose keys are left
+    out of a sample's ranking."""
+
+    def judge(batch: Batch, rows: dict[str, Any]) -> None:
+        if batch.labels is None:
+            raise ValueError("ranking needs batch.labels: the key of each sample's target")
+        ranks = rank_all(
+            model.score,  # type: ignore[arg-type]
+            queries_BD=model.query(batch, rows),  # type: ignore[operator]
+            candidates_ND=candidate_rows,
+            candidate_keys=candidates,
+            target_keys=batch.labels,
+            exclude=None if exclude is None else batch.keys[exclude],
+        )
+        for metric in metrics.values():
+            metric.update(ranks)
+
+    return judge
