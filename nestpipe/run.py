@@ -100,6 +100,7 @@ def _train(
     digest, stats, sent = trainer.digest(), trainer.table_stats(), trainer.bytes_sent()
     result = {
         "schedule": config.schedule.name,
+        "micro_batches": trainer.micro_batches,
         "workers": trainer.world,
         "steps": fitted.steps,
         "samples": fitted.samples,

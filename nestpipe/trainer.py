@@ -31,6 +31,7 @@ from nestpipe.engine.versions import Versions
 from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
+from nestpipe.exchange.window import MOST_PARTS
 from nestpipe.metrics import NDCG, HitRate
 from nestpipe.schedule import SCHEDULES
 from nestpipe.store.disk import DiskStore
@@ -38,8 +39,6 @@ from nestpipe.store.memory import MemoryStore, StoreStats
 from nestpipe.tables import Feature, Table, did_you_mean
 
 log = logging.getLogger("nestpipe")
-
-MOST_PARTS = 65_536  # micro-batches that a last use can name, see exchange/window.py
 
 
 @dataclasses.dataclass
@@ -132,7 +131,7 @@ class Trainer:
         self._skip = on_nonfinite == "skip"
         self._data_timeout = data_timeout
         self._names = [feature.name for feature in features]
-        refuse_mixing(model, world=self.world, micro_batches=micro_batches)
+        refuse_mixing(model, rank=self.rank, world=self.world, micro_batches=micro_batches)
         self._dense = Dense(model, dense_optimizer, self.group)
         stores: list[Store] = []
         self._rows.together(
@@ -151,7 +150,8 @@ class Trainer:
         clustering = clustering if self.world > 1 else "none"
         self._engine_options: dict[str, Any] = {"window_cache": window_cache, "clustering": clustering, "trace": record}
         self._schedule, self._look_ahead = schedule, look_ahead
-        self._tuning = Tuning() if micro_batches == "auto" else None
+        self._auto = micro_batches == "auto"
+        self._tuning = Tuning() if self._auto else None  # until it is done
         self._set_micro_batches(1 if isinstance(micro_batches, str) else micro_batches)
         self._arena = Arena()
         self._told = False  # what travels how: said once, after the first batch has decided it
@@ -216,6 +216,7 @@ class Trainer:
                     stop = min(stop, self.steps - self.steps % pause_every + pause_every)
                 if self._tuning is not None:
                     stop = min(stop, self.steps + STEPS)
+                    self._tuning.begin()
                 self._run(loader.next, stop, count, abandon=loader.stop)
                 if self._tuning is not None:
                     self._tune(self._tuning)
@@ -388,7 +389,7 @@ class Trainer:
         self._must_be_quiet("save")
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         at_owner = {store.table.name: how for store, how in zip(self._stores(), self._ops.plan.at_owner, strict=True)}
-        measured = self.micro_batches if self._tuning is None else None
+        measured = self.micro_batches if self._auto and self._tuning is None else None
         settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner, "micro_batches": measured}
         checkpoint.save(Path(path), self._stores(), self._dense, self._rows, step=self.steps, settings=settings)
 
@@ -401,6 +402,8 @@ class Trainer:
         if self._tuning is not None and settings.get("micro_batches"):  # measured before
             self._tuning = None
             self._set_micro_batches(settings["micro_batches"])
+            if self.rank == 0:
+                log.info(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
         for k in self._ops.plan.undecided:
             self._ops.plan.resume(k, settings["pooled_at_owner"][self._ops.plan.tables[k].name])
 
@@ -430,7 +433,8 @@ class Trainer:
         return int(self._rows.sum(np.array([self._keys.bytes_sent + self._rows.bytes_sent]))[0])
 
     def save_trace(self, folder: str | Path) -> None:
-        """Writes this worker's recorded operations to the folder of a run, for `nestpipe trace`."""
+        """Writes this worker's recorded operations to the folder of a run, for `nestpipe trace`. With micro_batches="auto",
+        those since the number was fixed."""
         trace.save(Path(folder), self._engine.recorded(rank=self.rank, world=self.world))
 
     def describe(self) -> list[str]:

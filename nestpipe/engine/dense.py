@@ -124,5 +124,8 @@ def checked_output(output: Any, size: int) -> Output:
         )
     if weights is not None and (weights < 0).any():
         sample = int((weights < 0).nonzero()[0])
-        raise ValueError(f"the model returned the weight {float(weights[sample])} for sample {sample}; it must be >= 0")
+        weight = float(weights[sample])
+        raise ValueError(
+            f"the model returned the weight {weight} for sample {sample} of its micro-batch; it must be >= 0"
+        )
     return output

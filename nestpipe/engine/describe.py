@@ -23,7 +23,7 @@ def overlap(
             return "on the compute lane (exposed)"
         return f"{relative(task.op)} hidden behind the compute of t (lane {task.lane})"
 
-    def exchange(schedule: Schedule) -> str:
+    def exchange() -> str:
         if tasks[op.EMB].lane == COMPUTE:
             return how(op.EMB)
         parts = schedule.micro_batches
@@ -62,7 +62,7 @@ def overlap(
                 f"  lookup of table {name!r} (memory): keys to positions {how(op.RETRIEVE)}; rows are used in place"
             )
     lines += [
-        f"  all-to-all of rows and gradients: {exchange(schedule)}",
+        f"  all-to-all of rows and gradients: {exchange()}",
         "  sum of dense gradients: inside the last backward (DDP)",
     ]
     if schedule.stale_by:

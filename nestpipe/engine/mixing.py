@@ -18,7 +18,7 @@ from nestpipe.batch import Batch, Jagged, Output
 log = logging.getLogger("nestpipe")
 
 
-def refuse_mixing(model: nn.Module, *, world: int, micro_batches: int | str) -> None:
+def refuse_mixing(model: nn.Module, *, rank: int, world: int, micro_batches: int | str) -> None:
     """Raises ValueError, or warns, if the model says, or its layers show, that its loss mixes samples and the batch is split."""
     if world > 1 or micro_batches != 1:
         for name, module in model.named_modules():
@@ -35,12 +35,15 @@ def refuse_mixing(model: nn.Module, *, world: int, micro_batches: int | str) -> 
             f"micro_batches={micro_batches} would change it; use micro_batches=1 (with schedule 'dbp' lookups are hidden all "
             f"the same), or a loss of each sample by itself, such as negatives drawn per sample"
         )
-    if world > 1:
+    if world > 1 and rank == 0:
         log.warning("the model declares mixes_samples = True: samples are mixed within each worker's part of the batch")
 
 
 def warn_if_mixed(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> None:
-    """Warns if the losses of the first half of the samples are not the same without the second half."""
+    """Warns if the losses of the first half of the samples are not the same without the second half.
+
+    The state of the random generator is left as it is: a data source may be drawing from it in another thread.
+    """
     half = batch.size // 2
     if not half or getattr(model, "mixes_samples", None) is not None:
         return
@@ -48,7 +51,7 @@ def warn_if_mixed(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> None:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad():
             whole, again = (_losses(model(batch, rows)) for _ in range(2))
             alone = _losses(model(batch.slice(0, half), first_rows))
         random = not torch.equal(whole, again)

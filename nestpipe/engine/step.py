@@ -104,7 +104,9 @@ class StepOperations:
         self._source_dedup, self._owner_dedup, self._store_dedup = Deduplicator(), Deduplicator(), Deduplicator()
 
     def begin(self) -> None:
-        """A run of batches starts: what is left in buffers belongs to no neighbour."""
+        """A run of batches starts: what is left in buffers belongs to no neighbour, and gradients of a batch that failed to
+        nobody."""
+        self.dense.forget()
         for buffer in self.buffers:
             if buffer is not None:
                 buffer.forget()
@@ -162,7 +164,9 @@ class StepOperations:
         gradients of the batch start from zero."""
         for dim, members in self.plan.groups.items():
             ctx.grads[dim], ctx.returned[dim] = self._buffers(ctx, dim, "grads", ctx.source.grads, ctx.owner.grads)
-            if not all(self.plan.at_owner[k] for k in members):  # gradients of rows are added up, those of bags put
+            # Gradients of rows are added up, those of bags put. (Asked of the batch's own route: the plan may have been
+            # decided by a later batch in the meantime.)
+            if not all(ctx.source.entries[f.name].once for k in members for f in self.plan.features_of[k]):
                 ctx.grads[dim][:] = 0
         ctx.rows, ctx.positions, ctx.in_tier = [], [], []
         for k in range(len(self.stores)):
@@ -270,7 +274,8 @@ class StepOperations:
             return
         if self._try_mixing and ctx.window.micro_batches > 1 and batch.size > 1:
             self._try_mixing = False
-            warn_if_mixed(self.dense.model, batch, rows)
+            if self.rows.rank == 0:
+                warn_if_mixed(self.dense.model, batch, rows)
         output = self.dense.forward(batch, rows, reduce=reduce)
         ctx.outputs[m] = output
         if not batch.size:
@@ -323,7 +328,6 @@ class StepOperations:
         ctx.totals[4] = ctx.error is not None
         self.rows.sum(ctx.totals)
         if ctx.totals[4]:
-            self.dense.forget()
             leave_together(self.rows, ctx)
         ctx.trains = bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
 

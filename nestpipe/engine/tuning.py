@@ -7,9 +7,11 @@ import time
 
 from nestpipe.engine.step import StepResult
 from nestpipe.exchange.transport import Transport
+from nestpipe.exchange.window import MOST_PARTS
 
 STEPS = 10  # of each candidate; in the first few the pipeline fills, the last is told only when it has run empty
-FILL = 3
+FILL = 4
+ENOUGH = 3  # steps, or short runs, that a measure is taken from
 NO_WORSE = 1.02  # what is as fast as the fastest: fewer micro-batches are simpler
 
 
@@ -23,8 +25,13 @@ class Tuning:
     def __init__(self) -> None:
         self.micro_batches, self.done = 1, False
         self.seconds: dict[int, float] = {}  # per step, of the slowest worker
-        self._ends: list[float] = []
         self._largest = 1
+        self._measured: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """A run of steps begins."""
+        self._ends = [time.perf_counter()]
 
     def tick(self, result: StepResult, world: int) -> None:
         """A step has ended."""
@@ -33,17 +40,21 @@ class Tuning:
 
     def next(self, rows: Transport) -> None:
         """A run of steps has ended, on every worker: takes its measure and picks the next candidate, or the best."""
-        ends, self._ends = self._ends[FILL:-1], []
-        if len(ends) < 3:
-            return  # cut short by a pause: once more
-        step = statistics.median(b - a for a, b in zip(ends[:-1], ends[1:], strict=True))
-        told = rows.gather_objects((step, self._largest))
+        ends = self._ends[FILL:-1]
+        if len(ends) > 1:
+            self._measured += [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        elif len(self._ends) > 1:  # cut short by a pause: all such runs fill and empty the pipeline alike
+            self._measured.append((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))
+        if len(self._measured) < ENOUGH:
+            return
+        told = rows.gather_objects((statistics.median(self._measured), self._largest))
         self.seconds[self.micro_batches] = max(seconds for seconds, _ in told)
-        best = min(self.seconds.values())
-        tried = list(self.seconds.values())
-        enough = len(tried) > 2 and min(tried[-2:]) > best
+        self._measured = []
+        tried, best = list(self.seconds.values()), min(self.seconds.values())
+        no_help = len(tried) > 2 and min(tried[-2:]) > best
+        largest = min(MOST_PARTS, max(largest for _, largest in told))
         self.micro_batches *= 2
-        if enough or self.micro_batches > max(largest for _, largest in told):
+        if no_help or self.micro_batches > largest:
             self.done = True
             self.micro_batches = min(n for n, seconds in self.seconds.items() if seconds <= best * NO_WORSE)
 

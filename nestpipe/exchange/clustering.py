@@ -44,13 +44,13 @@ def cluster(
         have, where computing is so much longer than travelling that a small one still hides the rows of the next.
 
     But for "taper" micro-batches are even in samples, to within one; in all, tokens (keys) are in proportion to samples to
-    within 5% of an even part, where the samples allow it. Inside
-    one the samples keep their order. A pure function of the keys and of who owns them; rows weigh as much as their table is
-    wide, and where rows travel once those of this worker (rank) itself weigh nothing: they do not travel.
+    within 5% of an even part, where the samples allow it. Inside one the samples keep their order. A pure function of the
+    keys and of who owns them; rows weigh as much as their table is wide, and where rows travel once those of this worker
+    (rank) itself weigh nothing: they do not travel.
     """
     if how not in CLUSTERINGS:
         raise ValueError(f"clustering must be one of {', '.join(CLUSTERINGS)}, got {how!r}")
-    bounds = tapered_bounds(batch.size, count) if how == "taper" else even_bounds(batch.size, count)
+    bounds = (tapered_bounds if how == "taper" and world > 1 else even_bounds)(batch.size, count)
     if how == "none" or count == 1 or world == 1 or batch.size < count:
         return None, bounds
     feature_start, ids, width, owner = _rows(batch, plan, dedup, world)

@@ -69,13 +69,15 @@ class Layout:
     counts: dict[int, np.ndarray]
     start: np.ndarray
 
+    def __post_init__(self) -> None:
+        self._ends = {dim: [0, *np.cumsum(of_dim.sum(axis=1)).tolist()] for dim, of_dim in self.counts.items()}
+
     def total(self, dim: int) -> int:
-        return int(self.counts[dim].sum())
+        return self._ends[dim][-1]
 
     def part(self, dim: int, p: int) -> slice:
         """Where part p lies in the buffer of a dim."""
-        before = int(self.counts[dim][:p].sum())
-        return slice(before, before + int(self.counts[dim][p].sum()))
+        return slice(self._ends[dim][p], self._ends[dim][p + 1])
 
 
 def lay_out(counts: np.ndarray, plan: ExchangePlan) -> Layout:

@@ -15,7 +15,8 @@ PAIRS = 64  # workers up to which bulk data travels pair by pair; above, posting
 
 
 class Transport:
-    """One process group used by one thread. With a single worker nothing is sent and nothing copied."""
+    """One process group, used by one lane; by the caller's thread only while no batch is between EMB and UPDATE (that is
+    where on_step runs). With a single worker nothing is sent and nothing copied."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

@@ -98,7 +98,14 @@ class Schedule:
 
     def num_parts(self, name: str) -> int:
         """In how many parts an operation is done on each batch."""
-        return 1 + max((task.op.part for task in self.tasks if task.op.name == name), default=0)
+        return self._last_parts.get(name, 0) + 1
+
+    @functools.cached_property
+    def _last_parts(self) -> dict[str, int]:
+        last: dict[str, int] = {}
+        for task in self.tasks:
+            last[task.op.name] = max(task.op.part, last.get(task.op.name, 0))
+        return last
 
     def unroll(self, first: int, last: int | None = None) -> Iterator[Task]:
         """The tasks of batches `first` to `last` (exclusive), with the filling and the emptying of the pipeline."""

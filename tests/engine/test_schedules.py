@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -586,6 +587,34 @@ def test_a_model_that_fails_in_the_middle_of_a_window_ends_all_ranks(cluster: Cl
     reports = cluster.run(2, fit_until_trouble, case, bad_middle)
     assert reports[0] == reports[1] and reports[0]["steps"] == 3
     assert "rank 1, batch 3: RuntimeError: out of memory, say" in reports[0]["message"]
+
+
+def step_after_a_bad_step(schedule: str) -> str:
+    """A step fails on rank 0, in a loop that catches it and goes on."""
+    table = Table("item", 4, optimizer=SGD(lr=0.1))
+    features = [Feature("item", "item", "sum")]
+    trainer = Trainer(
+        Model(features, [table]),
+        [table],
+        features,
+        dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-2),
+        schedule=schedule,
+        micro_batches=2,
+    )
+
+    def batch(scale: float) -> Batch:
+        return Batch({"item": Jagged.from_lists([[1, 2], [3], [4, 2], [9]])}, {}, torch.arange(4.0) * scale)
+
+    trainer.step(batch(1.0))
+    with contextlib.suppress(TrainingError):
+        trainer.step(batch(3e38 if trainer.rank == 0 else 1.0))
+    trainer.step(batch(2.0))
+    return trainer.digest()
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next(cluster: Cluster) -> None:
+    digests = {schedule: cluster.run(2, step_after_a_bad_step, schedule) for schedule in ("serial", "fwp", "nested")}
+    assert len({digest for pair in digests.values() for digest in pair}) == 1, digests
 
 
 def slow_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:

@@ -26,6 +26,7 @@ def tuned(step_seconds: Callable[[int], float], samples: int, monkeypatch: pytes
     monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
     one = Tuning()
     for _ in range(50):
+        one.begin()
         for step in range(STEPS):
             now += step_seconds(one.micro_batches) * (5 if step < 2 else 1)  # the pipeline fills
             one.tick(StepResult(step, 0.0, samples, 1.0), 1)
@@ -92,7 +93,7 @@ def fit_auto(pause_every: int | None) -> dict[str, Any]:
     return {"digest": trainer.digest(), "count": trainer.micro_batches, "lines": lines, "numbers": numbers}
 
 
-@pytest.mark.parametrize("pause_every", [None, 7])
+@pytest.mark.parametrize("pause_every", [None, 7, 2])
 def test_auto_is_measured_in_the_first_steps_then_fixed_and_reported_the_same_on_all_ranks(
     cluster: Cluster, pause_every: int | None
 ) -> None:
@@ -129,3 +130,19 @@ def test_a_checkpoint_goes_on_with_the_number_that_was_measured(tmp_path: Any) -
     other = made()
     other.load(tmp_path / "saved")
     assert other.micro_batches == 4 and other.step(next(batches(0))) is not None
+
+
+def test_a_number_that_was_given_is_not_taken_for_a_measured_one(tmp_path: Any) -> None:
+    def made(count: int | str) -> Trainer:
+        return Trainer(
+            Scorer(), [Table("item", 4)], [Feature("item", "item", "sum")],
+            dense_optimizer=lambda p: torch.optim.SGD(p, 0.1), micro_batches=count,
+        )  # fmt: skip
+
+    trainer = made(2)
+    trainer.fit(batches(0), steps=2)
+    trainer.save(tmp_path / "saved")
+    other = made("auto")
+    other.load(tmp_path / "saved")
+    with pytest.raises(ValueError, match="measured by fit"):
+        other.step(next(batches(0)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe import SGD, Adagrad, Batch, Feature, Jagged, Table, Trainer
+from nestpipe.exchange import transport
 from nestpipe.kernels.keys import owner_of
 from nestpipe.store.memory import MemoryStore
 from tests.cluster import Cluster
@@ -230,6 +231,18 @@ def test_bytes_do_not_grow_with_repetition_or_with_micro_batches(cluster: Cluste
     assert once[0] == asked * (8 + 2 * 4 * DIM) + sizes
     assert cluster.run(3, bytes_of_a_step, 50, 1) == once
     assert cluster.run(3, bytes_of_a_step, 1, 2) == once
+
+
+def bytes_without_pairs() -> int:
+    pairs, transport.PAIRS = transport.PAIRS, 1
+    try:
+        return bytes_of_a_step(1, 2, "nested")
+    finally:
+        transport.PAIRS = pairs
+
+
+def test_many_workers_send_the_same_bytes_through_the_backends_own_all_to_all(cluster: Cluster) -> None:
+    assert cluster.run(3, bytes_without_pairs) == cluster.run(3, bytes_of_a_step, 1, 2, "nested")
 
 
 @pytest.mark.parametrize("schedule", ["fwp", "nested"])
