@@ -111,7 +111,7 @@ def batches(features: list[Feature], case: Case, rank: int, world: int) -> Itera
     rng = np.random.default_rng([9, rank])
     last: list[np.ndarray] = [np.arange(4), np.arange(4)]
     for t in range(case.steps - (rank * 3 if world > 1 else 0)):
-        size = int(rng.integers(0, case.samples + 1)) if t > case.steps - 20 else case.samples
+        size = int(rng.integers(0, case.samples + 1)) if t > case.steps * 3 // 4 else case.samples
         keys, fresh_keys = {}, []
         for feature in features:
             lengths = rng.integers(0, 4, size)
@@ -231,38 +231,43 @@ def split_case(schedule: str, place: int, split: int, *, steps: int) -> tuple[in
     )
 
 
-@pytest.mark.parametrize("place", range(len(PLACES)), ids=lambda i: "-".join(map(str, PLACES[i])))
-def test_hundred_steps_of_dbp_equal_serial_training_in_memory(cluster: Cluster, place: int) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [i for i, (_, world, overlap) in enumerate(PLACES) if world <= 2 or overlap == 0.3],
+    ids=lambda i: "-".join(map(str, PLACES[i])),
+)
+def test_many_steps_of_dbp_equal_serial_training_in_memory(cluster: Cluster, place: int) -> None:
     """Tables, optimizer state, dense weights and every loss: every row optimizer, births, admission, eviction, ranks that
     run out of data, and random delays in every lane."""
-    world, case = split_case("dbp", place, 0, steps=100)
+    steps = 100 if PLACES[place][1] <= 2 else 40  # workers share the cores
+    world, case = split_case("dbp", place, 0, steps=steps)
     results = cluster.run(world, train, case)
     assert set(results) == {serial(cluster, world, case)}
-    assert results[0][2] == 100
+    assert results[0][2] == steps
 
 
 @pytest.mark.parametrize("split", range(len(SPLITS)), ids=lambda i: "-".join(map(str, SPLITS[i])))
 def test_every_schedule_equals_serial_with_the_same_split(cluster: Cluster, split: int) -> None:
     """Every number of micro-batches, clustering and window, each with another number of workers, tier and overlap."""
-    place, steps = (split * 5) % len(PLACES), 10 if SPLITS[split][0] >= 8 else 24
-    for schedule in ("dbp", "fwp", "nested"):
+    place, steps = (split * 5) % len(PLACES), 6 if SPLITS[split][0] >= 8 else 12
+    for schedule in ("fwp", "nested") if split % 3 else ("dbp", "fwp", "nested"):
         world, case = split_case(schedule, place, split, steps=steps)
         assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}, schedule
 
 
 @pytest.mark.parametrize(("schedule", "look_ahead"), [("dbp", 1), ("dbp", 2), ("dbp", 7), ("nested", 1), ("nested", 6)])
 def test_every_look_ahead_equals_serial(cluster: Cluster, schedule: str, look_ahead: int) -> None:
-    case = Case(schedule, "disk", look_ahead=look_ahead, steps=40, micro_batches=2, delays=look_ahead)
+    case = Case(schedule, "disk", look_ahead=look_ahead, steps=20, micro_batches=2, delays=look_ahead)
     assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
 
 
 @pytest.mark.parametrize("schedule", ["dbp", "nested"])
 def test_pauses_change_nothing(cluster: Cluster, schedule: str) -> None:
-    case = Case(schedule, "disk", steps=40, micro_batches=2, pause_every=7, delays=2)
+    case = Case(schedule, "disk", steps=20, micro_batches=2, pause_every=7, delays=2)
     assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.sampled_from(["dbp", "fwp", "nested"]),
@@ -274,14 +279,14 @@ def test_pauses_change_nothing(cluster: Cluster, schedule: str) -> None:
 def test_no_timing_changes_the_result(
     cluster: Cluster, seed: int, schedule: str, tier: str, overlap: float, world: int, micro_batches: int
 ) -> None:
-    case = Case(schedule, tier, overlap, steps=30, micro_batches=micro_batches, delays=seed)
+    case = Case(schedule, tier, overlap, steps=15, micro_batches=micro_batches, delays=seed)
     assert cluster.run(world, train, case)[0] == serial(cluster, world, case)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("schedule", ["serial", "dbp", "fwp", "nested"])
 def test_every_row_carries_the_version_that_the_batch_before_left(cluster: Cluster, schedule: str, tier: str) -> None:
-    case = Case(schedule, tier, steps=40, micro_batches=2, delays=3, check_freshness=True)
+    case = Case(schedule, tier, steps=20, micro_batches=2, delays=3, check_freshness=True)
     assert cluster.run(2, train, case)[0] == serial(cluster, 2, case)
 
 
@@ -312,7 +317,7 @@ def last_losses(case: Case) -> list[float]:
 
 @pytest.mark.parametrize("overlap", [0.3, 1.0])
 def test_a_broken_sync_changes_the_digest(cluster: Cluster, overlap: float) -> None:
-    case = Case("dbp", "disk", overlap, steps=40, broken_sync=True)
+    case = Case("dbp", "disk", overlap, steps=20, broken_sync=True)
     assert cluster.run(2, train, case)[0] != serial(cluster, 2, case)
 
 
@@ -406,7 +411,7 @@ def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_stale_equals_a_stale_run_by_hand_and_not_the_serial_one(cluster: Cluster, world: int, tier: str) -> None:
-    case = Case("stale", tier, 0.3, steps=40, delays=4)
+    case = Case("stale", tier, 0.3, steps=20, delays=4)
     result = cluster.run(world, train, case)[0]
     assert result == cluster.run(world, train_stale_by_hand, case)[0]
     assert result[0] != serial(cluster, world, case)[0]
@@ -414,7 +419,7 @@ def test_stale_equals_a_stale_run_by_hand_and_not_the_serial_one(cluster: Cluste
 
 def test_stale_equals_serial_where_neighbours_share_no_row_and_dense_weights_stand_still(cluster: Cluster) -> None:
     """The one thing that is stale is rows: with none in common nothing differs."""
-    case = Case("stale", "memory", 0.0, steps=40)
+    case = Case("stale", "memory", 0.0, steps=20)
     # (Rows shared by rare keys are in common all the same, so tables without admission only.)
     assert cluster.run(1, rows_without_admission, case) == cluster.run(
         1, rows_without_admission, dataclasses.replace(case, schedule="serial")
@@ -472,9 +477,9 @@ def bad_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
 def test_a_broken_source_ends_all_lanes_on_all_ranks_after_the_batches_before_it(
     cluster: Cluster, schedule: str, tier: str
 ) -> None:
-    case = Case(schedule, tier, steps=30, micro_batches=2, delays=5)
+    case = Case(schedule, tier, steps=20, micro_batches=2, delays=5)
     reports = cluster.run(2, fit_until_trouble, case, bad_source)
-    plain = cluster.run(2, fit_until_trouble, Case(steps=30, micro_batches=2), bad_source)
+    plain = cluster.run(2, fit_until_trouble, Case(steps=20, micro_batches=2), bad_source)
     assert reports[0] == reports[1] == plain[0] and reports[0]["steps"] == 12
     assert "rank 1, batch 12: OSError: the feed broke" in reports[0]["message"]
 
@@ -488,7 +493,7 @@ def bad_label(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
 def test_a_bad_loss_ends_all_lanes_on_all_ranks_and_torn_tables_are_not_used_again(
     cluster: Cluster, schedule: str, micro_batches: int
 ) -> None:
-    case = Case(schedule, "disk", steps=30, micro_batches=micro_batches, clustering="window", delays=6)
+    case = Case(schedule, "disk", steps=20, micro_batches=micro_batches, clustering="window", delays=6)
     reports = cluster.run(2, fit_until_trouble, case, bad_label)
     assert reports[0] == reports[1] and reports[0]["steps"] == 12
     assert "rank 1, batch 12: the loss of sample" in reports[0]["message"]
@@ -509,7 +514,7 @@ def full_disk(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
 
 @pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
 def test_a_write_back_that_fails_ends_all_ranks_with_its_cause(cluster: Cluster, schedule: str) -> None:
-    reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=30), full_disk)
+    reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=20), full_disk)
     assert reports[0] == reports[1]
     assert "rank 1" in reports[0]["message"] and "No space left on device" in reports[0]["message"]
 
@@ -536,7 +541,7 @@ def full_disk_at_the_end(trainer: Trainer, source: Iterator[Batch]) -> Iterator[
 
 def test_a_last_write_back_that_fails_is_not_lost(cluster: Cluster) -> None:
     for schedule in ("serial", "dbp"):
-        reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=30), full_disk_at_the_end)
+        reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=20), full_disk_at_the_end)
         assert reports[0] == reports[1] and "No space left on device" in reports[0]["message"]
 
 
@@ -583,7 +588,7 @@ def bad_middle(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
 
 @pytest.mark.parametrize("schedule", ["fwp", "nested"])
 def test_a_model_that_fails_in_the_middle_of_a_window_ends_all_ranks(cluster: Cluster, schedule: str) -> None:
-    case = Case(schedule, "memory", steps=30, micro_batches=6, delays=1)
+    case = Case(schedule, "memory", steps=20, micro_batches=6, delays=1)
     reports = cluster.run(2, fit_until_trouble, case, bad_middle)
     assert reports[0] == reports[1] and reports[0]["steps"] == 3
     assert "rank 1, batch 3: RuntimeError: out of memory, say" in reports[0]["message"]
@@ -628,7 +633,7 @@ def slow_source(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
 @pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
 def test_trouble_does_not_wait_for_a_source_that_is_slow(cluster: Cluster, schedule: str) -> None:
     start = time.perf_counter()
-    reports = cluster.run(2, fit_until_trouble, Case(schedule, "memory", steps=30), slow_source)
+    reports = cluster.run(2, fit_until_trouble, Case(schedule, "memory", steps=20), slow_source)
     assert "rank 1, batch 12: the loss of sample" in reports[0]["message"]
     assert time.perf_counter() - start < 40
 
@@ -647,6 +652,6 @@ def train_step_by_step(case: Case) -> tuple[str, int]:
 
 def test_a_loop_of_ones_own_equals_serial(cluster: Cluster) -> None:
     """Nothing is looked up ahead there, but it is the same training."""
-    case = Case("dbp", "disk", steps=40)
+    case = Case("dbp", "disk", steps=20)
     digest, _, steps = serial(cluster, 2, case)
     assert cluster.run(2, train_step_by_step, case) == [(digest, steps)] * 2
