@@ -37,7 +37,7 @@ from nestpipe.engine.engine import Engine
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    workers: Sequence[int] = (2, 4)
+    workers: Sequence[int] = (2,)
     laws: Sequence[Law] = (Law(1.05), Law(1.2), Law(1.05, per_user=8))
     cuts: Sequence[int] = (8, 32)
     samples: int = 512  # of a worker
@@ -93,7 +93,7 @@ class Mix:
     communication: float = 0.208
     compute: float = 0.296
     cuts: Sequence[int] = (8, 16)
-    rounds: int = 3
+    rounds: int = 2
     steps: int = 12
 
     @property
