@@ -88,6 +88,7 @@ class Cut:
         self.lengths, self.vectors = np.full(total, -9, np.int32), np.full(total, -9, np.int32)
         self.sent_keys, self.sent_weights = np.full(n, -9), np.full(len(self.weights), np.nan, np.float32)
         self.vector_offsets = np.full(len(self.offsets), -9, np.int64)
+        self.vector_offsets[0] = 0
         fill_bags(
             self.keys, self.owner, self.offsets, self.weights, starts(self.num_bags), starts(self.num_keys),
             self.vector_start.copy(), np.empty(world, np.int64),
