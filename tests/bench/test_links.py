@@ -70,7 +70,8 @@ def test_nothing_is_left_after_an_exception() -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_of_a_bench_that_was_ended_by_a_signal(how: signal.Signals) -> None:
     script = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
 from nestpipe.bench.links import links
 with links(2) as made:
     print(*made.namespaces, flush=True)
