@@ -1,0 +1,85 @@
+"""What a suite found, as data: tables and charts. The same sections are printed as Markdown, kept in the JSON of a bench and
+drawn on the report page, none of which knows any suite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """title: what was measured, in a line. note: how, and what is emulated; Markdown. Cells are text, made for the eye."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars:
+    """One bar for each label, made of parts that are put end to end.
+
+    parts: {"compute": [one value for each label], "exposed communication": [...]}
+    bounds: {"longest lane": [one value for each label]}: drawn as marks on the bars; nothing can be shorter.
+    """
+
+    title: str
+    unit: str
+    labels: Sequence[str]
+    parts: Mapping[str, Sequence[float]]
+    bounds: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """Lines over one axis; `lines` has a value for each x."""
+
+    title: str
+    x_axis: str
+    y_axis: str
+    x: Sequence[float]
+    lines: Mapping[str, Sequence[float]]
+    note: str = ""
+
+
+Section = Table | Bars | Curves
+_KINDS = {"table": Table, "bars": Bars, "curves": Curves}
+
+
+def to_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    names = {kind: name for name, kind in _KINDS.items()}
+    return [{"kind": names[type(section)], **dataclasses.asdict(section)} for section in sections]
+
+
+def from_json(values: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Raises ValueError for what is not a list of sections."""
+    sections: list[Section] = []
+    for value in values:
+        try:
+            fields = dict(value)
+            sections.append(_KINDS[fields.pop("kind")](**fields))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"not a section of a bench: {str(value)[:80]} ({error})") from None
+    return sections
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """Tables only: charts show again what a table says."""
+    return "\n\n".join("\n".join(_lines(one)) for one in sections if isinstance(one, Table))
+
+
+def _lines(table: Table) -> Iterator[str]:
+    yield f"**{table.title}**"
+    if table.note:
+        yield ""
+        yield table.note
+    yield ""
+    yield f"| {' | '.join(table.columns)} |"
+    yield f"| {' | '.join('---' for _ in table.columns)} |"
+    for row in table.rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
