@@ -26,7 +26,7 @@ from safetensors.torch import save_file as save_tensors
 from nestpipe.engine.dense import Dense
 from nestpipe.errors import TrainingError
 from nestpipe.exchange.transport import Transport
-from nestpipe.kernels.keys import NUM_SHARDS, shards
+from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorReader, TensorWriter
 
@@ -171,7 +171,7 @@ def _load_table(path: Path, store: TableStore, transport: Transport) -> None:
         for start in range(0, file.shape(keys)[0], size):
             some = file.read(keys, start, start + size)
             shard = some if keys == "shared" else shards(some)
-            mine = (shard * transport.world) // NUM_SHARDS == transport.rank
+            mine = owners_of(shard, store.owners) == transport.rank
             if mine.any():
                 yield some[mine], file.read(values, start, start + size)[mine]
 

@@ -133,6 +133,7 @@ class TableSection:
     evict: str = "lru"
     ttl: int | None = None
     pooled_at: str = "auto"
+    owners: int | None = None
     features: list[str] | dict[str, str] | None = None
     pooling: str = "sequence"
 
@@ -391,6 +392,7 @@ def _table(name: str, section: TableSection, settings: dict[str, Any]) -> Table:
             admit_after=section.admit_after,
             eviction=Eviction(max_rows=section.max_rows, policy=section.evict, ttl=section.ttl) if evicts else None,
             pooled_at=section.pooled_at,
+            owners=section.owners,
         )
     except ValueError as error:
         raise ValueError(f"config: tables.{name}: {error}") from error

@@ -42,8 +42,8 @@ Init = Uniform | Normal
 class Eviction:
     """Which rows are given up, and when. A row that comes back after that is born anew.
 
-    max_rows: budget of rows over all workers; each worker holds an equal part. When new keys would exceed it, the rows
-        with the lowest rank are dropped until 15/16 of the budget is left, never one that the current batch uses.
+    max_rows: budget of rows over all workers; each owner of the table holds an equal part. When new keys would exceed it,
+        the rows with the lowest rank are dropped until 15/16 of the budget is left, never one that the current batch uses.
     policy: "lru" drops the rows whose last use is longest ago; "lfu" those used in the fewest steps, the longest ago of
         these first. Ties go by key, so that two runs drop the same rows.
     ttl: a row not used for more than this many steps is dropped, with or without a budget.
@@ -101,7 +101,7 @@ class Table:
     dtype: torch.float32 or torch.bfloat16 rows; state and arithmetic are float32 either way.
     tier: where rows live: "memory", or "disk": in a file, with those used last in memory.
     memory: of a table on disk: bytes over all workers, as a number or as text ("2GB", "512MiB"), for everything of it that
-        is in memory; each worker takes an equal part. Key index first, rows used last in what is left. None: 1 GB.
+        is in memory; each of its owners takes an equal part. Key index first, rows used last in what is left. None: 1 GB.
     admit_after: a key gets a row of its own in the k-th step that uses it; before that it shares one of 65,536
         common rows (chosen by hash) with other rare keys.
     eviction: see Eviction; None keeps every row.
@@ -109,6 +109,9 @@ class Table:
         "owner" pools where the rows live and sends one vector per sample and owner: fewer bytes when keys hardly repeat.
         "auto" counts both on the first batch, takes the smaller and says so. A table that also serves a sequence feature
         sends rows.
+    owners: how many workers hold the table's rows, by key; None: all. 1 keeps the whole table on one worker, tables like it
+        dealt out evenly: a bag pooled at the owner is then one vector on the wire, not one from every worker that has some
+        of its keys. For tables that fit one worker and are read in bags whose keys hardly repeat.
     """
 
     name: str
@@ -121,6 +124,7 @@ class Table:
     eviction: Eviction | None = None
     pooled_at: str = "auto"
     memory: int | str | None = None
+    owners: int | None = None
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> ValueError:
@@ -151,6 +155,8 @@ class Table:
                 raise refuse(f"memory {error}") from None
         if not isinstance(self.admit_after, int) or self.admit_after < 1:
             raise refuse(f"admit_after must be a whole number of at least 1, got {self.admit_after!r}")
+        if self.owners is not None and (type(self.owners) is not int or self.owners < 1):
+            raise refuse(f"owners must be a number of workers of at least 1, or None for all, got {self.owners!r}")
         if self.pooled_at not in POOLED_AT:
             raise refuse(f"pooled_at must be one of {POOLED_AT}, got {self.pooled_at!r}")
 

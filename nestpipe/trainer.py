@@ -29,7 +29,7 @@ from nestpipe.engine.step import StepOperations, StepResult, Store
 from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.engine.versions import Versions
 from nestpipe.exchange.clustering import CLUSTERINGS
-from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.plan import ExchangePlan, place
 from nestpipe.exchange.transport import Transport
 from nestpipe.exchange.window import MOST_PARTS
 from nestpipe.metrics import NDCG, HitRate
@@ -118,7 +118,7 @@ class Trainer:
         if clustering not in CLUSTERINGS:
             raise ValueError(f"clustering {clustering!r}, {did_you_mean(clustering, list(CLUSTERINGS))}")
         SCHEDULES[schedule](look_ahead=look_ahead)  # what does not fit together is said before anything is opened
-        plan = ExchangePlan(tables, features)
+        ExchangePlan(tables, features)
         process.join_group(data_timeout)
         self.group = dist.group.WORLD if dist.is_initialized() else None
         # Keys, rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
@@ -133,9 +133,14 @@ class Trainer:
         self._names = [feature.name for feature in features]
         refuse_mixing(model, rank=self.rank, world=self.world, micro_batches=micro_batches)
         self._dense = Dense(model, dense_optimizer, self.group)
+        plan = ExchangePlan(tables, features, place(tables, features, self.world))
         stores: list[Store] = []
         self._rows.together(
-            lambda: stores.extend(self._open_store(table, seed, Path(storage)) for table in tables), what="tables"
+            lambda: stores.extend(
+                self._open_store(table, owners, seed, Path(storage))
+                for table, owners in zip(tables, plan.owners, strict=True)
+            ),
+            what="tables",
         )
         self._ops = StepOperations(
             plan,
@@ -165,10 +170,10 @@ class Trainer:
     def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
 
-    def _open_store(self, table: Table, seed: int, storage: Path) -> Store:
+    def _open_store(self, table: Table, owners: np.ndarray, seed: int, storage: Path) -> Store:
         if table.tier == "memory":
-            return MemoryStore(table, seed=seed, world=self.world)
-        return DiskStore(table, seed=seed, world=self.world, rank=self.rank, folder=storage)
+            return MemoryStore(table, seed=seed, owners=owners)
+        return DiskStore(table, seed=seed, owners=owners, rank=self.rank, folder=storage)
 
     def close(self) -> None:
         """Deletes the working files of tables on disk; the trainer cannot be used after that."""
@@ -365,7 +370,8 @@ class Trainer:
         """
         self._must_be_quiet("read rows")
         (store,) = self._stores(table)
-        plan = ExchangePlan([dataclasses.replace(store.table, pooled_at="source")], [Feature("keys", table)])
+        declared = dataclasses.replace(store.table, pooled_at="source")
+        plan = ExchangePlan([declared], [Feature("keys", table)], [store.owners])
         ops = StepOperations(plan, [store], self._keys, self._rows, self._dense, skip_nonfinite=False)
         batch, error = None, None
         try:

@@ -321,7 +321,7 @@ def test_a_table_on_disk_is_saved_and_loaded_in_blocks_into_either_tier(
         assert _by_key(other, *other.items()) == _by_key(store, *store.items())
         assert _by_key(other, *other.shared_items()) == _by_key(store, *store.shared_items())
         assert [a.tolist() for a in other.sightings()] == [a.tolist() for a in store.sightings()]
-    parts = [MemoryStore(in_memory, seed=3, world=3) for _ in range(3)]
+    parts = [MemoryStore(in_memory, seed=3, owners=np.arange(3)) for _ in range(3)]
     for rank, part in enumerate(parts):
         checkpoint._load_table(tmp_path / "saved", part, Alone(rank, 3))  # type: ignore[arg-type]
     sums = [sum(halves) % 2**64 for halves in zip(*(part.digest() for part in parts), strict=True)]

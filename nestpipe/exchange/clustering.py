@@ -7,7 +7,7 @@ import numpy as np
 from nestpipe.batch import Batch
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels import clusters
-from nestpipe.kernels.keys import SHARD_BITS, Deduplicator, shards
+from nestpipe.kernels.keys import Deduplicator, owners_of, shards
 
 CLUSTERINGS = ("none", "shared", "window", "taper")
 
@@ -53,7 +53,7 @@ def cluster(
     bounds = (tapered_bounds if how == "taper" and world > 1 else even_bounds)(batch.size, count)
     if how == "none" or count == 1 or world == 1 or batch.size < count:
         return None, bounds
-    feature_start, ids, width, owner = _rows(batch, plan, dedup, world)
+    feature_start, ids, width, owner = _rows(batch, plan, dedup)
     if not len(ids):
         return None, bounds
     start, rows, frequency = clusters.distinct_rows(feature_start, ids, len(width))
@@ -91,12 +91,14 @@ def cluster(
 
 
 def _rows(
-    batch: Batch, plan: ExchangePlan, dedup: Deduplicator, world: int
+    batch: Batch, plan: ExchangePlan, dedup: Deduplicator
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Keys as rows 0, 1, ... over all tables: feature_start and ids as `distinct_rows` takes them; width and owner of each."""
     starts, ids, widths, owners = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
     num_ids = num_rows = 0
-    for table, features in zip(plan.tables, plan.features_of, strict=True):
+    for table, features, of_table in zip(plan.tables, plan.features_of, plan.owners, strict=True):
+        if table.pooled_at == "owner":
+            continue  # a vector for each bag, whatever its keys
         parts = [batch.keys[feature.name] for feature in features]
         for part in parts:
             starts.append(part.offsets.numpy() + num_ids)
@@ -104,8 +106,9 @@ def _rows(
         keys = np.concatenate([np.empty(0, np.int64), *(part.values.numpy() for part in parts)])
         unique, inverse = np.empty_like(keys), np.empty(len(keys), np.int32)
         num_distinct = dedup(keys, unique, inverse)
-        owners.append(shards(unique[:num_distinct]) * world >> SHARD_BITS)
+        owners.append(owners_of(shards(unique[:num_distinct]), of_table))
         ids.append(inverse + np.int32(num_rows))
         widths.append(np.full(num_distinct, table.dim, np.float32))
         num_rows += num_distinct
+    starts = starts or [np.zeros(batch.size + 1, np.int64)]
     return np.stack(starts), np.concatenate(ids), np.concatenate(widths), np.concatenate(owners)

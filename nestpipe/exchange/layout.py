@@ -12,15 +12,15 @@ import numpy as np
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.window import Window
 
-_KEYS, _WEIGHTED, _VECTORS = 0, 1, 2  # columns of a table's sizes
+_KEYS, _WEIGHTED, _WIDE, _VECTORS = 0, 1, 2, 3  # columns of a table's sizes
 
 
 @dataclasses.dataclass
 class Sizes:
     """What a worker tells another before the message itself: row w is for, or from, worker w.
 
-    table: [W, 1 + K * (2 + P)] int64. Column 0 is the state of the sender. Then, for each table: keys, whether they have
-    weights, and vectors of each part.
+    table: [W, 1 + K * (3 + P)] int64. Column 0 is the state of the sender. Then, for each table: keys, whether they have
+    weights, whether they take eight bytes each or four, and vectors of each part.
     """
 
     table: np.ndarray
@@ -36,12 +36,13 @@ class Sizes:
 
     @property
     def _of_tables(self) -> np.ndarray:
-        return self.table[:, 1:].reshape(len(self.table), self.num_tables, -1)  # [W, K, 2 + P], a view
+        return self.table[:, 1:].reshape(len(self.table), self.num_tables, -1)  # [W, K, 3 + P], a view
 
-    def put(self, k: int, keys: np.ndarray, vectors: np.ndarray, *, weighted: bool) -> None:
+    def put(self, k: int, keys: np.ndarray, vectors: np.ndarray, *, weighted: bool, wide: bool) -> None:
         """keys: [W]; vectors: [P, W]."""
         columns = self._of_tables[:, k]
-        columns[:, _KEYS], columns[:, _WEIGHTED], columns[:, _VECTORS:] = keys, weighted, vectors.T
+        columns[:, _KEYS], columns[:, _VECTORS:] = keys, vectors.T
+        columns[:, _WEIGHTED], columns[:, _WIDE] = weighted, wide
 
     @property
     def keys(self) -> np.ndarray:
@@ -52,6 +53,11 @@ class Sizes:
     def weighted(self) -> np.ndarray:
         """[K, W]"""
         return self._of_tables[:, :, _WEIGHTED].T
+
+    @property
+    def wide(self) -> np.ndarray:
+        """[K, W]"""
+        return self._of_tables[:, :, _WIDE].T
 
     @property
     def vectors(self) -> np.ndarray:
@@ -95,7 +101,7 @@ def payload_layout(sizes: Sizes, plan: ExchangePlan, window: Window) -> tuple[np
     keys, vectors, weighted = sizes.keys, sizes.vectors.sum(axis=1), sizes.weighted
     words = np.zeros((keys.shape[1], len(keys), 4), np.int64)
     for k in range(len(keys)):
-        words[:, k, 0] = keys[k] * 2
+        words[:, k, 0] = keys[k] * (1 + sizes.wide[k])
         words[:, k, 1] = vectors[k] if plan.at_owner[k] else 0
         words[:, k, 2] = keys[k] * weighted[k]
         if window.last_use is not None and not plan.at_owner[k]:

@@ -79,7 +79,7 @@ class OwnerRoute:
     ) -> None:
         self._plan, self._window, self._arena, self._payload = plan, window, arena, payload
         self._words, _ = payload_layout(sizes, plan, window)
-        self._keys, self._weighted = np.ascontiguousarray(sizes.keys), sizes.weighted
+        self._keys, self._weighted, self._wide = np.ascontiguousarray(sizes.keys), sizes.weighted, sizes.wide
         self._vectors = sizes.vectors  # [K, P, W]
         self.vectors = self.grads = lay_out(self._vectors, plan)
         last = [self._last_use(k) for k in range(len(plan.tables))]
@@ -105,7 +105,11 @@ class OwnerRoute:
         take, counts, words = self._arena.take, self._keys[k], self._words[k]
         key_start, num_keys = starts(counts), int(counts.sum())
         keys = take(f"received keys {k}", num_keys, np.int64)
-        copy_segments(self._payload, words[0], keys.view(np.int32), key_start * 2, counts * 2)
+        wide = self._wide[k]
+        if wide.any():
+            copy_segments(self._payload, words[0], keys.view(np.int32), key_start * 2, counts * 2 * wide)
+        if not wide.all():
+            copy_segments(self._payload, words[0], keys, key_start, counts * (1 - wide))
         unique, row = take(f"owned unique {k}", num_keys, np.int64), take(f"owned rows {k}", num_keys, np.int32)
         unique = unique[: dedup(keys, unique, row)]
         if self._plan.at_owner[k]:

@@ -1,10 +1,27 @@
-"""ExchangePlan: what travels together, worked out once from the declarations."""
+"""ExchangePlan: who holds which table and what travels together, worked out once from the declarations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from nestpipe.tables import Feature, Table, check_declarations
+
+
+def place(tables: Sequence[Table], features: Sequence[Feature], world: int) -> list[np.ndarray]:
+    """The workers that hold each table. One that some of them hold goes to neighbours that have least to do so far, by the
+    floats that its features read of a key."""
+    load, owners = np.zeros(world), []
+    for table in tables:
+        count = min(world, table.owners or world)
+        begin = 0
+        if count < world:
+            begin = min(range(world), key=lambda first: load[(first + np.arange(count)) % world].max())
+        chosen = (begin + np.arange(count)) % world
+        load[chosen] += table.dim * sum(feature.table == table.name for feature in features) / count
+        owners.append(chosen)
+    return owners
 
 
 class ExchangePlan:
@@ -13,11 +30,15 @@ class ExchangePlan:
     tables, features: as declared; a table is referred to by its place in `tables`.
     features_of[k]: the features that read table k.
     groups: {dim: [k, ...]}.
+    owners[k]: the workers that hold table k; shards are dealt to them in this order.
     at_owner[k]: True if bags of table k are pooled where its rows live, False if rows travel, None while undecided.
     """
 
-    def __init__(self, tables: Sequence[Table], features: Sequence[Feature]) -> None:
+    def __init__(
+        self, tables: Sequence[Table], features: Sequence[Feature], owners: Sequence[np.ndarray] | None = None
+    ) -> None:
         check_declarations(tables, features)
+        self.owners = place(tables, features, 1) if owners is None else list(owners)
         self.tables = list(tables)
         self.features = list(features)
         self.features_of = [[f for f in features if f.table == table.name] for table in tables]
@@ -43,10 +64,13 @@ class ExchangePlan:
     def undecided(self) -> list[int]:
         return [k for k, choice in enumerate(self.at_owner) if choice is None]
 
-    def decide(self, k: int, *, row_bytes: int, bag_bytes: int) -> None:
-        """Fixes how table k travels from the bytes counted over all workers; on a tie (one worker) bags are pooled in place."""
+    def decide(self, k: int, *, row_bytes: int, bag_bytes: int, whole_bytes: int) -> None:
+        """Fixes how table k travels from the bytes counted over all workers; on a tie (one worker) bags are pooled in place.
+        whole_bytes: as pooled vectors if one worker held the table, which is for the user to declare."""
         self.at_owner[k] = bag_bytes <= row_bytes
         self.why[k] = f"first batch: {row_bytes / 1e6:.2f} MB as rows, {bag_bytes / 1e6:.2f} MB as pooled vectors"
+        if len(self.owners[k]) > 1 and whole_bytes < 0.8 * min(row_bytes, bag_bytes):
+            self.why[k] += f"; {whole_bytes / 1e6:.2f} MB if it fits one worker and is declared owners=1"
 
     def resume(self, k: int, at_owner: bool | None) -> None:
         """Goes on as a checkpoint says."""
@@ -59,5 +83,12 @@ class ExchangePlan:
         for k, table in enumerate(self.tables):
             how = {True: "pooled at the owner", False: "rows to the source", None: "not decided yet"}[self.at_owner[k]]
             names = ", ".join(f"{f.name} ({f.pooling or 'sequence'})" for f in self.features_of[k])
-            lines.append(f"table {table.name}: dim {table.dim}, {how} [{self.why[k]}]; features: {names}")
+            held = "" if table.owners is None else f"held by {_some(self.owners[k].tolist())}, "
+            lines.append(f"table {table.name}: dim {table.dim}, {held}{how} [{self.why[k]}]; features: {names}")
         return lines
+
+
+def _some(workers: list[int]) -> str:
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    return f"workers {', '.join(map(str, workers))}" if len(workers) <= 4 else f"{len(workers)} workers"

@@ -105,11 +105,13 @@ class SourceRoute:
         self.sizes = Sizes.empty(transport.world, len(tables), window.parts)
         grad_counts = np.zeros((len(tables), window.parts, transport.world), np.int64)
         for k, table in enumerate(tables):
+            wide = _wide(table.keys)
             if plan.at_owner[k]:
-                self.sizes.put(k, bags[k].num_keys.sum(axis=0), bags[k].num_bags, weighted=len(table.weights) > 0)
+                weighted = len(table.weights) > 0
+                self.sizes.put(k, bags[k].num_keys.sum(axis=0), bags[k].num_bags, weighted=weighted, wide=wide)
                 grad_counts[k] = bags[k].num_bags
             else:
-                self.sizes.put(k, rows[k].counts.sum(axis=0), rows[k].counts, weighted=False)
+                self.sizes.put(k, rows[k].counts.sum(axis=0), rows[k].counts, weighted=False, wide=wide)
                 grad_counts[k] = self._count_grads(rows[k])
         self.vectors = lay_out(self.sizes.vectors, plan)
         self.grads = self.vectors if window.last_use is None else lay_out(grad_counts, plan)
@@ -180,7 +182,7 @@ class SourceRoute:
         bucketed, counts = take(f"bucketed {k}", len(asked), np.int64), np.zeros((window.parts, world), np.int64)
         scratch, a = np.empty(world, np.int64), 0
         for part, z in enumerate(part_ends):
-            bucket(asked[a:z], world, owner[a:z], counts[part], scratch, bucketed[a:z], place[a:z])
+            bucket(asked[a:z], self._plan.owners[k], owner[a:z], counts[part], scratch, bucketed[a:z], place[a:z])
             place[a:z] += a
             a = z
         if len(last):
@@ -194,7 +196,7 @@ class SourceRoute:
         owner, scratch = self._arena.take(f"owner of {k}", len(table.keys), np.int32), np.empty(world, np.int64)
         num_bags, num_keys = np.zeros((parts, world), np.int64), np.zeros((parts, world), np.int64)
         for part, offsets in enumerate(self._bags_of_parts(k, table.offsets)):
-            count_bags(table.keys, world, offsets, scratch, owner, num_bags[part], num_keys[part])
+            count_bags(table.keys, self._plan.owners[k], offsets, scratch, owner, num_bags[part], num_keys[part])
         return _BagRequest(owner, num_bags, num_keys)
 
     def _bags_of_parts(self, k: int, offsets: np.ndarray) -> list[np.ndarray]:
@@ -220,8 +222,7 @@ class SourceRoute:
         # In the payload by worker, then part; in buffers by part, then worker.
         in_payload = (np.cumsum(rows.counts, axis=0) - rows.counts).ravel()
         worker, segment = self._workers(), starts(counts)
-        words = rows.keys_R.view(np.int32)
-        copy_segments(words, segment * 2, self.payload, word_start[0][worker] + in_payload * 2, counts * 2)
+        self._put_keys(k, rows.keys_R, segment, word_start[0][worker], in_payload, counts)
         places = take(f"places {k}", len(rows.keys_R), np.int32)
         segment_places(counts, self.vectors.start[k].ravel(), places)
         positions = grad_positions = self._positions(f"positions {k}", rows, places)
@@ -238,6 +239,21 @@ class SourceRoute:
             self.entries[feature.name] = Entries(
                 self._plan.tables[k].dim, positions, grad_positions, table.offsets, first, weights, once=False
             )
+
+    def _put_keys(
+        self,
+        k: int,
+        keys: np.ndarray,
+        start: np.ndarray,
+        words: np.ndarray,
+        before: np.ndarray | int,
+        counts: np.ndarray,
+    ) -> None:
+        """Segments of keys into the payload: from `words` on, behind so many keys that stand before them there."""
+        if self.sizes.wide[k, 0]:
+            copy_segments(keys.view(np.int32), start * 2, self.payload, words + before * 2, counts * 2)
+        else:
+            copy_segments(keys, start, self.payload, words + before, counts)
 
     def _positions(self, name: str, rows: _RowRequest, places: np.ndarray) -> np.ndarray:
         """From the place of each request to that of each key."""
@@ -272,7 +288,7 @@ class SourceRoute:
                 table.keys, bags.owner_T, offsets, table.weights, bag_next, key_next, vector_start.copy(), scratch,
                 lengths, keys, weights, vectors, into,
             )  # fmt: skip
-        copy_segments(keys.view(np.int32), key_start * 2, self.payload, word_start[0], num_keys * 2)
+        self._put_keys(k, keys, key_start, word_start[0], 0, num_keys)
         copy_segments(lengths, bag_start, self.payload, word_start[1], num_bags)
         if len(weights):
             copy_segments(weights.view(np.int32), key_start, self.payload, word_start[2], num_keys)
@@ -287,6 +303,11 @@ class SourceRoute:
             )
 
 
+def _wide(keys: np.ndarray) -> bool:
+    """Whether one of the keys needs more than four bytes."""
+    return bool(len(keys)) and not -(2**31) <= keys.min() <= keys.max() < 2**31
+
+
 def _decide(
     plan: ExchangePlan,
     transport: Transport,
@@ -299,11 +320,15 @@ def _decide(
     counted = []
     for k in plan.undecided:
         vector_bytes = plan.tables[k].dim * 8  # there, and its gradient back
-        key_bytes = 12 if len(tables[k].weights) else 8
-        as_rows = rows[k].counts[:, others].sum() * (vector_bytes + 8)
-        as_bags = bags[k].num_bags[:, others].sum() * (vector_bytes + 4) + bags[k].num_keys[:, others].sum() * key_bytes
-        counted.append((as_rows, as_bags))
+        wide = 8 if _wide(tables[k].keys) else 4
+        bag_bytes, key_bytes = vector_bytes + 4, wide + (4 if len(tables[k].weights) else 0)
+        as_rows = rows[k].counts[:, others].sum() * (vector_bytes + wide)
+        as_bags = bags[k].num_bags[:, others].sum() * bag_bytes + bags[k].num_keys[:, others].sum() * key_bytes
+        # Held by one worker: all others send it their keys and get a vector for each bag that has any.
+        num_bags = np.count_nonzero(np.diff(tables[k].offsets))
+        whole = (num_bags * bag_bytes + len(tables[k].keys) * key_bytes) * (transport.world - 1) // transport.world
+        counted.append((as_rows, as_bags, whole))
     totals = transport.sum(np.array(counted, np.int64))
-    for k, (row_bytes, bag_bytes) in zip(plan.undecided, totals.tolist(), strict=True):
-        if row_bytes or transport.world == 1:  # else no worker has a key of this table yet: wait for a batch that has
-            plan.decide(k, row_bytes=row_bytes, bag_bytes=bag_bytes)
+    for k, (as_rows, as_bags, whole) in zip(plan.undecided, totals.tolist(), strict=True):
+        if as_rows or transport.world == 1:  # else no worker has a key of this table yet: wait for a batch that has
+            plan.decide(k, row_bytes=as_rows, bag_bytes=as_bags, whole_bytes=whole)

@@ -1,7 +1,8 @@
 """Kernels on keys: hash, owner, deduplicate with inverse, bucket by owner.
 
 A key is any int64. Its hash decides everything: the top 16 bits are its *shard* (65,536 of them, whatever the number of
-workers), consecutive shards belong to one worker, and the low bits place it in hash tables.
+workers), consecutive shards belong to one of the workers that hold the table, its owners, and the low bits place it in
+hash tables.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def shard_of(key):
 
 
 @kernel
-def owner_of(key, world):
-    """The worker that holds the key's row: shards are dealt out in consecutive ranges, equal to within one."""
-    return (shard_of(key) * world) >> SHARD_BITS
+def owner_of(key, owners):
+    """Which of the owners holds the key's row: shards are dealt out in consecutive ranges, equal to within one."""
+    return owners[np.uint64((shard_of(key) * len(owners)) >> SHARD_BITS)]
 
 
 @kernel
@@ -100,18 +101,18 @@ def deduplicate(keys, slots, bits, unique, inverse):
 
 
 @kernel
-def bucket(unique, world, owner, counts, start, bucketed, place):
+def bucket(unique, owners, owner, counts, start, bucketed, place):
     """Stable counting sort of keys by owner: bucketed[place[i]] = unique[i]; counts[w] = keys of worker w.
 
-    owner: scratch of len(unique) int32; start: scratch of `world` int64.
+    owner: scratch of len(unique) int32; start: scratch of len(counts) int64.
     """
     counts[:] = 0
     for i in range(len(unique)):
-        w = owner_of(unique[i], world)
+        w = owner_of(unique[i], owners)
         owner[i] = w
         counts[w] += 1
     start[0] = 0
-    for w in range(1, world):
+    for w in range(1, len(counts)):
         start[w] = start[w - 1] + counts[w - 1]
     for i in range(len(unique)):
         w = owner[i]
@@ -138,6 +139,11 @@ def shards(keys: np.ndarray) -> np.ndarray:
     out = np.empty(len(keys), np.int64)
     _shards(keys, out)
     return out
+
+
+def owners_of(shards: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """The worker that each shard belongs to; see `owner_of`."""
+    return owners[(shards * len(owners)) >> SHARD_BITS]
 
 
 class Deduplicator:

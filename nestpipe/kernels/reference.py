@@ -44,8 +44,8 @@ def shards(keys: Tensor) -> Tensor:
     return _shifted(mix(keys), 64 - SHARD_BITS)
 
 
-def owners(keys: Tensor, world: int) -> Tensor:
-    return (shards(keys) * world) >> SHARD_BITS
+def owner(keys: Tensor, owners: Tensor) -> Tensor:
+    return owners[(shards(keys) * len(owners)) >> SHARD_BITS]
 
 
 def deduplicate(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,13 +58,13 @@ def deduplicate(keys: Tensor) -> tuple[Tensor, Tensor]:
     return ordered[order], place[inverse]
 
 
-def bucket(unique: Tensor, world: int) -> tuple[Tensor, Tensor, Tensor]:
+def bucket(unique: Tensor, owners: Tensor, world: int) -> tuple[Tensor, Tensor, Tensor]:
     """The keys sorted by owner, where each went, and how many each owner has; equals stay in order."""
-    owner = owners(unique, world)
-    order = torch.argsort(owner, stable=True)
+    of_key = owner(unique, owners)
+    order = torch.argsort(of_key, stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
-    return unique[order], place, torch.bincount(owner, minlength=world)
+    return unique[order], place, torch.bincount(of_key, minlength=world)
 
 
 class Index:

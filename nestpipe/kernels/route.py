@@ -48,14 +48,14 @@ def mean_weights(offsets, weights, first, out):
 
 
 @kernel
-def count_bags(keys, world, offsets, last_bag, owner, num_bags, num_keys):
+def count_bags(keys, owners, offsets, last_bag, owner, num_bags, num_keys):
     """owner[i] = worker of keys[i]; how many bags have keys at each worker, and how many keys. last_bag: scratch [W]."""
     last_bag[:] = -1
     num_bags[:] = 0
     num_keys[:] = 0
     for b in range(len(offsets) - 1):
         for i in range(offsets[b], offsets[b + 1]):
-            w = owner_of(keys[i], world)
+            w = owner_of(keys[i], owners)
             owner[i] = w
             num_keys[w] += 1
             if last_bag[w] != b:

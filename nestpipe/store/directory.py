@@ -38,10 +38,11 @@ class Directory:
     Everything here is called by one thread. Counters lie in memory of their own, by position, so that a table whose rows
     are elsewhere has them at hand.
 
+    num_owners: how many workers hold the table; this is the part of one.
     compact: half the memory for somewhat slower lookups, and `key_at`.
     """
 
-    def __init__(self, table: Table, *, seed: int, world: int = 1, compact: bool = False) -> None:
+    def __init__(self, table: Table, *, seed: int, num_owners: int = 1, compact: bool = False) -> None:
         self.table = table
         self.step = 0
         self.born = self.evicted = 0
@@ -58,7 +59,7 @@ class Directory:
         eviction = table.eviction
         self._counters = None if eviction is None else Chunks(2, half=False)
         self._ttl = None if eviction is None else eviction.ttl
-        self._budget = None if eviction is None or eviction.max_rows is None else -(-eviction.max_rows // world)
+        self._budget = None if eviction is None or eviction.max_rows is None else -(-eviction.max_rows // num_owners)
         self._next_sweep = 0
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from nestpipe.kernels.update import Gradients
 from nestpipe.store.directory import Births, Directory
 from nestpipe.store.hotset import INDEX_BYTES, ROW_BYTES, HotSet
 from nestpipe.store.rowfile import RowFile
-from nestpipe.store.table_store import Pairs, StoreStats, TableStore
+from nestpipe.store.table_store import ALONE, Pairs, StoreStats, TableStore
 from nestpipe.tables import Table
 
 MIN_ROWS = 1024  # hot rows below which a table is not worth starting
@@ -45,18 +45,19 @@ class DiskStore(TableStore):
         *,
         seed: int,
         folder: Path | str,
-        world: int = 1,
+        owners: np.ndarray = ALONE,
         rank: int = 0,
         hot_rows: int | None = None,
     ) -> None:
-        super().__init__(table, Directory(table, seed=seed, world=world, compact=True), seed=seed)
-        self._world, self._hot_rows = world, hot_rows
-        self._part = table.memory_bytes // world
+        directory = Directory(table, seed=seed, num_owners=len(owners), compact=True)
+        super().__init__(table, directory, seed=seed, owners=owners)
+        self._hot_rows = hot_rows if rank in owners else 1  # nobody will ask this worker for any
+        self._part = table.memory_bytes // len(owners)
         self._buffers = 0  # bytes of the caller's two, and of scratch
         self._hot_index = 0  # bytes; not known before there is a hot set
         self._unborn = HashIndex()  # position -> OWN or SHARED, of rows that are nowhere yet: not written back once
         self.hits = self.reads = 0
-        path = Path(folder) / f"{quote(table.name, safe='')}.{rank}-of-{world}.rows"
+        path = Path(folder) / f"{quote(table.name, safe='')}.{rank}.rows"
         tag = np.uint64(mix(self.directory.seed + np.uint64(rank)))
         self.file = RowFile(path, table.name, words=self.record_words, tag=tag)
         try:
@@ -215,10 +216,11 @@ class DiskStore(TableStore):
         rows = (self._part - index - others) // row_bytes
         least = MIN_ROWS if self._hot_rows is None else self._hot_rows
         if strict and rows < least:
-            needed = (index + others + 4 * least * row_bytes) * self._world
+            workers = len(self.owners)
+            needed = (index + others + 4 * least * row_bytes) * workers
             raise ValueError(
                 f"table {self.table.name!r}: memory={self.table.memory or self.table.memory_bytes!r} is too little: on this "
-                f"worker (1 of {self._world}) the index of {len(self.directory) + more:,} keys takes {index:,} bytes and buffers "
+                f"worker (1 of {workers}) the index of {len(self.directory) + more:,} keys takes {index:,} bytes and buffers "
                 f"{others:,} of {self._part:,}, which leaves no room for rows; give it memory={_megabytes(needed)!r} or more"
             )
         return max(0, rows if self._hot_rows is None else min(rows, self._hot_rows))

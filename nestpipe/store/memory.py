@@ -9,7 +9,7 @@ from nestpipe.kernels.rows import NONE, Rows, gather
 from nestpipe.kernels.update import Gradients
 from nestpipe.store.chunks import Chunks
 from nestpipe.store.directory import Directory
-from nestpipe.store.table_store import Pairs, StoreStats, TableStore
+from nestpipe.store.table_store import ALONE, Pairs, StoreStats, TableStore
 from nestpipe.tables import Table
 
 __all__ = ["MemoryStore", "StoreStats"]
@@ -24,8 +24,8 @@ class MemoryStore(TableStore):
 
     buffered = False
 
-    def __init__(self, table: Table, *, seed: int, world: int = 1) -> None:
-        super().__init__(table, Directory(table, seed=seed, world=world), seed=seed)
+    def __init__(self, table: Table, *, seed: int, owners: np.ndarray = ALONE) -> None:
+        super().__init__(table, Directory(table, seed=seed, num_owners=len(owners)), seed=seed, owners=owners)
         self._chunks = Chunks(self.record_words, half=self.half)
 
     @property

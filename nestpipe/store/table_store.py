@@ -16,6 +16,8 @@ from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from nestpipe.store.directory import BLOCK, Births, Directory
 from nestpipe.tables import Normal, Table
 
+ALONE = np.zeros(1, np.int64)  # owners of a table that only worker 0 holds
+
 Pairs = tuple[np.ndarray, np.ndarray]
 
 
@@ -47,8 +49,9 @@ class TableStore:
 
     buffered: bool  # whether a batch works on copies (fill, write_back), or on the rows themselves
 
-    def __init__(self, table: Table, directory: Directory, *, seed: int) -> None:
+    def __init__(self, table: Table, directory: Directory, *, seed: int, owners: np.ndarray) -> None:
         self.table = table
+        self.owners = owners  # the workers that hold the table
         self.seed = seed
         self.directory = directory
         self.births: list[Births] = []  # of the last resolve

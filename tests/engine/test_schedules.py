@@ -69,14 +69,14 @@ class SmallHotSet(DiskStore):
 
 
 def declared(tier: str, samples: int = 6) -> tuple[list[Table], list[Feature]]:
-    """Every row optimizer; with and without admission and eviction; sequences and bags; two dims, two types."""
+    """Every row optimizer; with and without admission and eviction; sequences and bags; two dims, two types; held by all workers, two, one."""
     most = 23 * samples + 2
     limits = [
         {},
         {"admit_after": 3, "eviction": Eviction(max_rows=most, policy="lfu"), "dtype": torch.bfloat16},
-        {"eviction": Eviction(max_rows=most, ttl=7)},
+        {"eviction": Eviction(max_rows=most, ttl=7), "owners": 2},
         {"admit_after": 2},
-        {},
+        {"owners": 1},
     ]
     tables, features = [], []
     for number, (name, limit) in enumerate(zip([*OPTIMIZERS, "rowwise"], limits, strict=True)):
@@ -534,7 +534,7 @@ def corrupt_file(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
 def test_a_corrupted_file_ends_all_ranks_and_is_named(cluster: Cluster, schedule: str) -> None:
     reports = cluster.run(2, fit_until_trouble, Case(schedule, "disk", steps=60), corrupt_file)
     assert reports[0] == reports[1] and 2 < reports[0]["steps"] < 60  # when a block is read again
-    assert "rank 1, batch" in reports[0]["message"] and "sgd%200.1-of-2.rows" in reports[0]["message"]
+    assert "rank 1, batch" in reports[0]["message"] and "sgd%200.1.rows" in reports[0]["message"]
 
 
 def full_disk_at_the_end(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:

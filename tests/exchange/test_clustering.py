@@ -168,7 +168,7 @@ def test_what_was_decided_at_run_time_does_not_matter() -> None:
     lists = sessions(np.random.default_rng(3), 100)
     plan = ExchangePlan([Table("item", dim=16)], [Feature("history", table="item", pooling="sum")])
     before = micro_batches(histories(lists), 4, "window", plan)
-    plan.decide(0, row_bytes=2, bag_bytes=1)
+    plan.decide(0, row_bytes=2, bag_bytes=1, whole_bytes=1)
     assert micro_batches(histories(lists), 4, "window", plan) == before
 
 
@@ -249,8 +249,10 @@ def test_window_prefers_rows_of_its_own_worker_at_both_ends() -> None:
     lists = list(zipf(rng, 512 * 50, 1.05).reshape(512, 50))
     owner = (shards(np.concatenate(lists)) * 2 >> 16).reshape(512, 50)
 
+    on_two = ExchangePlan(ITEMS.tables, ITEMS.features, [np.arange(2)])
+
     def to_travel(rank: int) -> int:
-        order, bounds = cluster(histories(lists), ITEMS, 8, "window", Deduplicator(), rank=rank, world=2)
+        order, bounds = cluster(histories(lists), on_two, 8, "window", Deduplicator(), rank=rank, world=2)
         assert order is not None
         ends = (order[: bounds[1]], order[bounds[-2] :])
         return sum(len({key for s in end for key in lists[s][owner[s] != 0].tolist()}) for end in ends)

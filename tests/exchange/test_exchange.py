@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from nestpipe import SGD, Adagrad, Batch, Feature, Jagged, Table, Trainer
 from nestpipe.exchange import transport
+from nestpipe.exchange.plan import place
 from nestpipe.kernels.keys import owner_of
 from nestpipe.store.memory import MemoryStore
 from tests.cluster import Cluster
@@ -62,7 +64,7 @@ def no_keys(rank: int, world: int) -> Lists:
 
 
 def all_keys_of_one_owner(rank: int, world: int) -> Lists:
-    keys = [key for key in range(600) if owner_of(key, world) == world - 1]
+    keys = [key for key in range(600) if owner_of(key, np.arange(world)) == world - 1]
     rng = np.random.default_rng([2, rank])
     return [rng.choice(keys, 5).tolist() for _ in range(6)]
 
@@ -87,9 +89,10 @@ CASES: list[Callable[[int, int], Lists]] = [
 ]
 
 
-def fetch() -> dict[str, dict[str, np.ndarray]]:
+def fetch(owners: int | None) -> dict[str, dict[str, np.ndarray]]:
     model = Recorder()
-    trainer = Trainer(model, TABLES, FEATURES, dense_optimizer=lambda p: torch.optim.SGD(p, 0.0), seed=SEED)
+    tables = [dataclasses.replace(table, owners=owners) for table in TABLES]
+    trainer = Trainer(model, tables, FEATURES, dense_optimizer=lambda p: torch.optim.SGD(p, 0.0), seed=SEED)
     fetched = {}
     for case in CASES:
         keys = Jagged.from_lists(case(trainer.rank, trainer.world))
@@ -101,9 +104,14 @@ def fetch() -> dict[str, dict[str, np.ndarray]]:
     return fetched
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 5, 8], ids=lambda world: f"{world} workers")
+@pytest.fixture(
+    scope="module",
+    params=[(1, None), (2, None), (3, None), (5, None), (8, None), (2, 1), (3, 2), (5, 1)],
+    ids=lambda one: f"{one[0]} workers, {one[1] or 'all'} of them owners",
+)
 def fetched(request: pytest.FixtureRequest, cluster: Cluster) -> list[dict[str, dict[str, np.ndarray]]]:
-    return cluster.run(request.param, fetch)
+    world, owners = request.param
+    return cluster.run(world, fetch, owners)
 
 
 def first_values(table: Table, keys: list[int]) -> dict[int, np.ndarray]:
@@ -197,6 +205,77 @@ def test_auto_takes_the_cheaper_way_on_all_ranks_and_all_ways_agree(
             assert error <= 1e-6
 
 
+def train_whole_tables(owners: int | None) -> dict[str, Any]:
+    tables = [Table(f"t{k}", 16, optimizer=Adagrad(lr=0.1), pooled_at="owner", owners=owners) for k in range(4)]
+    features = [Feature(f"f{k}", f"t{k}", "sum") for k in range(4)]
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = Clicks()
+
+        def forward(self, batch: Batch, rows: dict[str, Tensor]) -> Tensor:
+            return self.out(batch, {"bag": sum(rows.values())})
+
+    trainer = Trainer(Sum(), tables, features, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1), micro_batches=2)
+    for step in range(3):
+        batch = bags("long bags of keys that hardly repeat", trainer.rank, step)
+        trainer.step(Batch({f.name: batch.keys["bag"] for f in features}, labels=batch.labels))
+    keys = torch.cat(
+        [bags("long bags of keys that hardly repeat", r, 0).keys["bag"].values for r in range(trainer.world)]
+    )
+    return {
+        "sent": trainer.bytes_sent(),
+        "held": [len(store.directory) for store in trainer._ops.stores],
+        "rows": np.stack([trainer.rows(table.name, keys).numpy() for table in tables]),
+        "told": trainer.describe(),
+    }
+
+
+def test_whole_tables_are_dealt_out_evenly_and_halve_the_vectors(cluster: Cluster) -> None:
+    spread, whole = (cluster.run(2, train_whole_tables, owners) for owners in (None, 1))
+    assert [[held > 0 for held in one["held"]] for one in whole] == [[True, False] * 2, [False, True] * 2]
+    vectors = 3 * 2 * 4 * 32 * (2 * 16 * 4 + 4)  # steps, workers, tables, bags: a vector, its gradient, a length
+    assert spread[0]["sent"] - whole[0]["sent"] == pytest.approx(vectors / 2, rel=0.02)
+    error = np.linalg.norm(whole[0]["rows"] - spread[0]["rows"]) / np.linalg.norm(spread[0]["rows"])
+    assert error <= 1e-6
+    assert "held by worker 1, pooled at the owner" in whole[0]["told"][1]
+
+
+def test_a_table_on_some_workers_takes_neighbours_that_have_least_to_do() -> None:
+    tables = [
+        Table("a", 8, owners=3),
+        Table("b", 64, owners=1),
+        Table("c", 8),
+        Table("d", 8, owners=2),
+        Table("e", 4, owners=9),
+    ]
+    features = [Feature(name, name) for name in "abcde"]
+    assert [owners.tolist() for owners in place(tables, features, 4)] == [
+        [0, 1, 2],
+        [3],
+        [0, 1, 2, 3],
+        [0, 1],
+        [0, 1, 2, 3],
+    ]
+
+
+def test_auto_says_what_one_owner_would_save(cluster: Cluster) -> None:
+    def tell(kind: str) -> str:
+        return cluster.run(2, describe_bags, kind)[0]
+
+    assert "declared owners=1" in tell("long bags of keys that hardly repeat")
+    assert "declared owners=1" not in tell("few hot keys")
+
+
+def describe_bags(kind: str) -> str:
+    trainer = Trainer(
+        Clicks(), [Table("bag", 16)], [Feature("bag", "bag", "mean")], dense_optimizer=lambda p: torch.optim.SGD(p, 0.1)
+    )
+    trainer.step(bags(kind, trainer.rank, 0))
+    return trainer.describe()[0]
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -226,9 +305,9 @@ def test_bytes_do_not_grow_with_repetition_or_with_micro_batches(cluster: Cluste
     once = cluster.run(3, bytes_of_a_step, 1, 1)
     assert len(set(once)) == 1
     # 60 distinct keys of two tables: each rank asks others for those that it does not own.
-    asked = sum(owner_of(key, 3) != rank for rank in range(3) for key in range(60)) * 2
-    sizes = 3 * 2 * 8 * (1 + 3 * len(TABLES))
-    assert once[0] == asked * (8 + 2 * 4 * DIM) + sizes
+    asked = sum(owner_of(key, np.arange(3)) != rank for rank in range(3) for key in range(60)) * 2
+    sizes = 3 * 2 * 8 * (1 + 4 * len(TABLES))
+    assert once[0] == asked * (4 + 2 * 4 * DIM) + sizes
     assert cluster.run(3, bytes_of_a_step, 50, 1) == once
     assert cluster.run(3, bytes_of_a_step, 1, 2) == once
 
@@ -249,7 +328,7 @@ def test_many_workers_send_the_same_bytes_through_the_backends_own_all_to_all(cl
 def test_a_frozen_window_sends_each_row_once_and_says_when_it_was_last_used(cluster: Cluster, schedule: str) -> None:
     once, window = (cluster.run(3, bytes_of_a_step, 1, n, schedule)[0] for n in (1, 2))
     pairs = [(rank, w) for rank in range(3) for w in range(3) if rank != w]
-    keys = {pair: sum(owner_of(key, 3) == pair[1] for key in range(60)) for pair in pairs}
+    keys = {pair: sum(owner_of(key, np.arange(3)) == pair[1] for key in range(60)) for pair in pairs}
     last_uses = sum(2 * 4 * -(-count // 4) for count in keys.values())  # a byte a key, in whole words, for two tables
     sizes = len(pairs) * 8 * len(TABLES)  # one more number for each table
     assert window == once + last_uses + sizes
@@ -258,6 +337,9 @@ def test_a_frozen_window_sends_each_row_once_and_says_when_it_was_last_used(clus
 @pytest.mark.parametrize("schedule", ["serial", "fwp", "nested"])
 def test_without_the_window_cache_every_micro_batch_asks_again(cluster: Cluster, schedule: str) -> None:
     sent = cluster.run(3, bytes_of_a_step, 1, 2, schedule, False)[0]
-    asked = sum(owner_of(key, 3) != rank for rank in range(3) for m in (range(40), range(20, 60)) for key in m) * 2
-    sizes = 3 * 2 * 8 * (1 + (3 if schedule == "serial" else 4) * len(TABLES))
-    assert sent == asked * (8 + 2 * 4 * DIM) + sizes
+    asked = (
+        sum(owner_of(key, np.arange(3)) != rank for rank in range(3) for m in (range(40), range(20, 60)) for key in m)
+        * 2
+    )
+    sizes = 3 * 2 * 8 * (1 + (4 if schedule == "serial" else 5) * len(TABLES))
+    assert sent == asked * (4 + 2 * 4 * DIM) + sizes

@@ -362,7 +362,7 @@ def test_one_wrong_byte_is_an_error_with_file_place_table_and_key(make: Make, by
     patch_file(store, start + byte, bytes([old ^ 4]))
     others = [k for k in range(100, 200) if k != key]
     assert values_of(store, others).isfinite().all()
-    with pytest.raises(StorageError, match=rf"item\.0-of-1\.rows: .*table 'item', key {key}, byte {start}.*checkpoint"):
+    with pytest.raises(StorageError, match=rf"item\.0\.rows: .*table 'item', key {key}, byte {start}.*checkpoint"):
         values_of(store, [key])
     records = np.empty((1, store.record_words), np.float32)
     with pytest.raises(StorageError, match="damaged"):
@@ -456,7 +456,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do_and_loses_nothing(
                 break
             done += 1
     assert problem is not None and problem.errno == errno.EFBIG
-    assert re.search(rf"item\.0-of-1\.rows: {how} .* failed: File too large \(table 'item'\); free space", str(problem))
+    assert re.search(rf"item\.0\.rows: {how} .* failed: File too large \(table 'item'\); free space", str(problem))
     assert 0 < done < len(batches)
     # Room again: all that was written back is there, and the store goes on with the rest.
     with contextlib.suppress(StorageError):
@@ -488,23 +488,23 @@ def test_two_runs_in_one_folder_are_refused_and_one_after_the_other_is_fine(make
     store = make()
     train(store, list(range(50)), 0)
     before = store.digest()
-    with pytest.raises(ValueError, match=r"item\.0-of-1\.rows is in use by another run; give each run a folder"):
+    with pytest.raises(ValueError, match=r"item\.0\.rows is in use by another run; give each run a folder"):
         make()
-    make(rank=1, world=2)  # another worker has a file of its own
+    make(rank=1)  # another worker has a file of its own
     assert store.digest() == before
     store.close()
     store.close()
     assert not store.file.path.exists()
-    (tmp_path / "item.0-of-1.rows").write_bytes(b"left by a run that was killed" * 1000)
+    (tmp_path / "item.0.rows").write_bytes(b"left by a run that was killed" * 1000)
     again = make()
-    assert (tmp_path / "item.0-of-1.rows").stat().st_size == 0
+    assert (tmp_path / "item.0.rows").stat().st_size == 0
     train(again, list(range(50)), 0)
     assert again.digest() == before
 
 
 def test_a_folder_that_cannot_be_made_is_named(make: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file/rows/item\.0-of-1\.rows: cannot be opened"):
+    with pytest.raises(StorageError, match=r"file/rows/item\.0\.rows: cannot be opened"):
         make(folder=tmp_path / "file" / "rows")
 
 
@@ -673,7 +673,7 @@ def test_the_hot_set_gives_way_as_the_index_grows_and_the_budget_is_kept(
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 20)
     budget = 24_000_000
     table = make_table(dim=32, optimizer=SGD(), memory=2 * budget, admit_after=admit_after, eviction=eviction)
-    store = DiskStore(table, seed=7, folder=tmp_path, world=2)
+    store = DiskStore(table, seed=7, folder=tmp_path, owners=np.arange(2))
     rows_at_start, capacities = store._hot.capacity, []
     try:
         for step in range(40):

@@ -90,7 +90,7 @@ def test_a_row_is_born_with_values_of_its_seed_table_and_key(dtype: torch.dtype,
 
 def test_first_values_are_the_same_in_another_order_batch_and_number_of_workers() -> None:
     keys = [*EXTREMES, *range(100, 160)]
-    one, other = MemoryStore(make_table(), seed=7), MemoryStore(make_table(), seed=7, world=5)
+    one, other = MemoryStore(make_table(), seed=7), MemoryStore(make_table(), seed=7, owners=np.arange(5))
     one.resolve(int64(keys), 0)
     for step, part in enumerate(np.array_split(int64(keys[::-1]), 9)):
         other.resolve(part, step)
@@ -285,7 +285,7 @@ def test_a_row_of_the_current_batch_is_never_dropped(policy: str) -> None:
 
 @pytest.mark.parametrize(("world", "part"), [(1, 7), (2, 4)])
 def test_a_step_that_needs_more_than_the_budget_is_refused_with_the_numbers(world: int, part: int) -> None:
-    store = MemoryStore(make_table(eviction=Eviction(max_rows=7)), seed=7, world=world)
+    store = MemoryStore(make_table(eviction=Eviction(max_rows=7)), seed=7, owners=np.arange(world))
     store.resolve(np.arange(part), 0)
     with pytest.raises(ValueError, match=rf"'item': step 12 alone uses {part + 1} rows .*\({part}\) of .*max_rows=7"):
         store.resolve(np.arange(part + 1), 12)
@@ -481,7 +481,10 @@ def trained_store(**settings) -> MemoryStore:
 @pytest.mark.parametrize("world", [2, 3])
 def test_digests_of_the_workers_parts_add_up_to_the_digest_of_the_whole(dtype, admit_after: int, world: int) -> None:
     table = make_table(dtype=dtype, admit_after=admit_after)
-    whole, parts = MemoryStore(table, seed=7), [MemoryStore(table, seed=7, world=world) for _ in range(world)]
+    whole, parts = (
+        MemoryStore(table, seed=7),
+        [MemoryStore(table, seed=7, owners=np.arange(world)) for _ in range(world)],
+    )
     rng = np.random.default_rng(0)
     for step in range(4):
         keys = rng.permutation([*POOL, *range(60)])[:50]
