@@ -431,11 +431,13 @@ class Trainer:
 
     def table_stats(self) -> dict[str, StoreStats]:
         """Rows and bytes of every table, summed over workers."""
+        self._must_be_quiet("read the sizes of tables")
         sums = self._rows.sum(np.array([store.stats() for store in self._stores()], np.int64))
         return {store.table.name: StoreStats(*row) for store, row in zip(self._stores(), sums.tolist(), strict=True)}
 
     def bytes_sent(self) -> int:
         """Bytes of keys, rows and gradients that all workers together have sent to others so far."""
+        self._must_be_quiet("count bytes")
         return int(self._rows.sum(np.array([self._keys.bytes_sent + self._rows.bytes_sent]))[0])
 
     def save_trace(self, folder: str | Path) -> None:

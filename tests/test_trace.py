@@ -19,7 +19,7 @@ LANES = ["data", "copy", "keys", "store", "compute"]
 STAGES = [("data", "PREFETCH", 9.0), ("copy", "H2D", 1.0), ("keys", "ROUTE", 6.0),
           ("store", "RETRIEVE", 22.0)]  # fmt: skip
 STEP = [("SYNC", None, 1.5), ("EMB", None, 4.0), ("FWD", 0, 7.0), ("FWD", 1, 7.0), ("BWD", 0, 9.0), ("BWD", 1, 9.0),
-        ("AGREE", None, 0.2), ("GRAD", None, 3.0), ("UPDATE", None, 2.0)]  # fmt: skip
+        ("AGREE", None, 0.2), ("GRAD", None, 2.0), ("UPDATE", None, 1.0), ("REDUCE", None, 1.0), ("DENSE", None, 1.0)]  # fmt: skip
 WRITEBACK_MS = 4.0
 
 
@@ -154,7 +154,7 @@ def test_union_and_cover_equal_counting_every_tick(mine, others):
 
 @st.composite
 def random_traces(draw_from) -> RankTrace:
-    """Lanes with operations and gaps of any length; compute runs A then UPDATE of each batch."""
+    """Lanes with operations and gaps of any length; compute runs A then DENSE of each batch."""
     lanes = draw_from(st.permutations(["store", "keys", COMPUTE]))
     lengths = st.tuples(st.integers(0, 4), st.integers(0, 5))
     events = []
@@ -162,7 +162,7 @@ def random_traces(draw_from) -> RankTrace:
         now = 0
         steps = draw_from(st.lists(lengths, min_size=1, max_size=24))
         for number, (gap, length) in enumerate(steps):
-            op = ("A", "UPDATE")[number % 2] if name == COMPUTE else draw_from(st.sampled_from("AB"))
+            op = ("A", "DENSE")[number % 2] if name == COMPUTE else draw_from(st.sampled_from("AB"))
             start = now + gap + (name == COMPUTE)  # so that no two steps of compute end together
             now = start + length
             events.append(Event(lane, op, number // 2, None, start, now))
@@ -174,7 +174,7 @@ def test_busy_idle_and_exposed_equal_counting_every_tick(trace, skip):
     compute = trace.lanes.index(COMPUTE)
     ends = {}
     for event in sorted((e for e in trace.events if e.lane == compute), key=lambda e: e.end_ns):
-        ends[event.batch] = event.end_ns  # UPDATE is the last of its batch, where it has one
+        ends[event.batch] = event.end_ns  # DENSE is the last of its batch, where it has one
     bounds = [min(event.start_ns for event in trace.events), *ends.values()]
     skipped = min(skip, len(ends) // 4)
     bounds = bounds[skipped : len(bounds) - skipped]
@@ -238,7 +238,7 @@ def test_fill_and_drain_are_left_out_only_where_steps_are_enough():
 
 def test_a_step_ends_with_its_update_even_if_the_compute_lane_writes_back_after_it():
     trace = make_trace(schedule="serial", steps=6)
-    updates = [event.end_ns for event in trace.events if event.op == "UPDATE"]
+    updates = [event.end_ns for event in trace.events if event.op == "DENSE"]
     assert steady_steps(trace, skip=0).bounds.tolist() == [trace.events[0].start_ns, *updates]
 
 
@@ -250,7 +250,7 @@ def test_operations_are_listed_in_the_order_in_which_they_first_ran():
 
 def test_without_updates_a_step_ends_with_the_last_operation_of_its_batch_in_the_compute_lane():
     trace = make_trace(steps=6)
-    renamed = [event._replace(op="LAST") if event.op == "UPDATE" else event for event in trace.events]
+    renamed = [event._replace(op="LAST") if event.op == "DENSE" else event for event in trace.events]
     assert summary([dataclasses.replace(trace, events=renamed)])[0].step_ms == summary([trace])[0].step_ms
 
 

@@ -1,9 +1,7 @@
-"""The dense part: the user's model under DDP."""
+"""The dense part: the user's model, its gradients summed over workers, its optimizer."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,32 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
+from nestpipe.engine.reducer import Reducer
+from nestpipe.errors import TrainingError
 from nestpipe.process import current_device
-
-
-class _Forward(nn.Module):
-    """The user's model; for a worker without samples a zero, because DDP must see every worker at every step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        # Never used: with it DDP finds an unused parameter in every model, and does not advise, on every run's terminal,
-        # against looking for them.
-        self.unused = nn.Parameter(torch.zeros(1))
-
-    def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
-        if batch.size:
-            output = checked_output(self.model(batch, rows), batch.size)
-            if output.losses.requires_grad:
-                return output
-            # A loss that no parameter has a part in must still reach DDP, where the other workers wait.
-            return dataclasses.replace(output, losses=output.losses + self._nothing())
-        return Output(self._nothing().reshape(1))
-
-    def _nothing(self) -> Tensor:
-        """A zero that every parameter has a part in."""
-        parts = [parameter.sum() * 0 for parameter in self.model.parameters() if parameter.requires_grad]
-        return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 class Dense:
@@ -51,40 +26,38 @@ class Dense:
     ) -> None:
         self.device = current_device()
         self.model = model.to(self.device)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._forward: nn.Module = _Forward(model).to(self.device)
-        self._averaged_over = 1
-        workers = 1 if group is None else dist.get_world_size(group)
-        if workers > 1 and self._parameters:
-            self._forward = nn.parallel.DistributedDataParallel(
-                self._forward,
-                process_group=group,
-                forward_sync_buffers=False,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=True,  # else a model with a branch not taken makes replicas differ, or hang
-            )
-            self._averaged_over = workers  # what DDP divides by; the update multiplies by it again
-        elif workers > 1:
-            for tensor in model.state_dict().values():  # as DDP would have done
-                dist.broadcast(tensor, src=0, group=group)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        self._reducer: Reducer | None = None
+        if group is not None and dist.get_world_size(group) > 1:
+            _check_alike(model, group)
+            for tensor in model.state_dict().values():
+                if isinstance(tensor, Tensor):
+                    dist.broadcast(tensor, src=0, group=group)
+            self._reducer = Reducer(named, group) if named else None
         self.optimizer = optimizer(self._parameters) if self._parameters else None
 
-    def forward(self, batch: Batch, rows: dict[str, Any], *, reduce: bool) -> Output:
-        """`reduce`: whether the backward that follows is the step's last and sums gradients over workers."""
-        with self._without_reduction(not reduce):
-            return self._forward(batch, rows)
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
+        return checked_output(self.model(batch, rows), batch.size)
 
-    def backward(self, loss: Tensor, *, reduce: bool) -> None:
-        with self._without_reduction(not reduce):
-            if loss.requires_grad:
-                loss.backward()
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """`last`: of the step, so that the sum over workers can begin with what is complete."""
+        if last and self._reducer is not None:
+            self._reducer.begin_last()
+        if loss.requires_grad:
+            loss.backward()
+
+    def reduce(self) -> None:
+        """Gradients become sums over all workers. Every worker takes part, also one that had no backward."""
+        if self._reducer is not None:
+            self._reducer.finish()
 
     def update(self, scale: float) -> None:
         """Multiplies the sum of gradients over all workers by scale (1 / global weight) and steps the optimizer."""
         if self.optimizer is not None:
             grads = [p.grad for p in self._parameters if p.grad is not None]
             if grads:
-                torch._foreach_mul_(grads, scale * self._averaged_over)
+                torch._foreach_mul_(grads, scale)
             self.optimizer.step()
             self.forget()
 
@@ -95,13 +68,25 @@ class Dense:
 
     def forget(self) -> None:
         """Drops gradients."""
-        if self.optimizer is not None:
+        if self._reducer is not None:
+            self._reducer.clear()
+        elif self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def _without_reduction(self, without: bool) -> contextlib.AbstractContextManager[None]:
-        if without and isinstance(self._forward, nn.parallel.DistributedDataParallel):
-            return self._forward.no_sync()
-        return contextlib.nullcontext()
+
+def _check_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Every worker must have built the same model: else sums would add up gradients of different things, or hang."""
+    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items() if isinstance(t, Tensor)]
+    mine += [(name, (), str(p.requires_grad)) for name, p in model.named_parameters()]
+    all_workers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(all_workers, mine, group=group)
+    for rank, other in enumerate(all_workers):
+        if other != all_workers[0]:
+            differs = sorted(set(map(str, other)) ^ set(map(str, all_workers[0])))
+            raise TrainingError(
+                f"the model of rank {rank} is not that of rank 0: {', '.join(differs[:3])}; build the same model on every worker",
+                is_ours=dist.get_rank(group) == rank,
+            )
 
 
 def checked_output(output: Any, size: int) -> Output:

@@ -34,6 +34,9 @@ def overlap(
             f"the first rows and the last gradients (exposed)"
         )
 
+    beside = (
+        "" if tasks[op.UPDATE].lane == COMPUTE else ", goes on beside the last row gradients and the update of rows"
+    )
     once = (
         "each row travels once"
         if window_cache
@@ -63,7 +66,7 @@ def overlap(
             )
     lines += [
         f"  all-to-all of rows and gradients: {exchange()}",
-        "  sum of dense gradients: inside the last backward (DDP)",
+        f"  sum of dense gradients: begins inside the last backward{beside}",
     ]
     if schedule.stale_by:
         lines.append(f"  WARNING: rows are stale by {schedule.stale_by}: this is not synchronous training")

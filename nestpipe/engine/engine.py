@@ -153,7 +153,11 @@ class Engine:
             case op.GRAD:
                 ops.grad(ctx, part)
             case op.UPDATE:
-                ctx.result = ops.update(ctx)
+                ops.update(ctx)
+            case op.REDUCE:
+                ops.dense.reduce()
+            case op.DENSE:
+                ctx.result = ops.dense_update(ctx)
             case op.WRITEBACK:
                 ops.writeback(ctx)
                 self._arenas.append(self._contexts.pop(batch).arena)

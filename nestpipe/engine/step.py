@@ -242,14 +242,15 @@ class StepOperations:
         batch = ctx.inputs[m]
         rows: dict[str, Any] = {}
         leaves = ctx.leaves[m] = {}
+        size, received = batch.size, {dim: rows_of(vectors) for dim, vectors in ctx.received.items()}
         for feature in self.plan.features:
             entries = ctx.source.entries[feature.name]
-            source, offsets = rows_of(ctx.received[entries.dim]), entries.of(m, batch.size)
+            source, offsets = received[entries.dim], entries.of(m, size)
             if feature.pooling is None:
                 leaf = torch.empty(int(offsets[-1] - offsets[0]), entries.dim)
                 gather(source, entries.positions[offsets[0] : offsets[-1]], NONE, leaf.numpy())
             else:
-                leaf = torch.empty(batch.size, entries.dim)
+                leaf = torch.empty(size, entries.dim)
                 pool(source, entries.positions, offsets, entries.weights, NONE, leaf.numpy())
             leaf = leaf.to(self.dense.device).requires_grad_(train)
             rows[feature.name] = leaf if feature.pooling else Jagged(leaf, batch.keys[feature.name].offsets)
@@ -258,28 +259,22 @@ class StepOperations:
 
     def forward(self, ctx: Context, m: int) -> None:
         """Runs the model on micro-batch m; adds its losses to the batch's totals."""
-        reduce = m == ctx.window.micro_batches - 1
         if ctx.error is None:
             try:
-                self._forward(ctx, m, reduce=reduce)
+                self._forward(ctx, m)
             except Exception as error:
                 ctx.error = error
-        if reduce and ctx.error is not None:
-            # The others are in the sum of dense gradients soon: take part, with nothing.
-            ctx.outputs[m] = self.dense.forward(Batch({}), {}, reduce=True)
 
-    def _forward(self, ctx: Context, m: int, *, reduce: bool) -> None:
+    def _forward(self, ctx: Context, m: int) -> None:
         batch, rows = self.inputs(ctx, m, train=True)
-        if not batch.size and not reduce:
+        if not batch.size:
             return
         if self._try_mixing and ctx.window.micro_batches > 1 and batch.size > 1:
             self._try_mixing = False
             if self.rows.rank == 0:
                 warn_if_mixed(self.dense.model, batch, rows)
-        output = self.dense.forward(batch, rows, reduce=reduce)
+        output = self.dense.forward(batch, rows)
         ctx.outputs[m] = output
-        if not batch.size:
-            return
         losses = output.losses.detach()
         weights = torch.ones_like(losses) if output.weights is None else output.weights.detach()
         ctx.totals[0] += float(losses.double().sum())
@@ -304,16 +299,13 @@ class StepOperations:
         leaves = ctx.leaves.pop(m, {})
         if output is None:
             return
-        self.dense.backward(output.losses.sum(), reduce=m == ctx.window.micro_batches - 1)
+        self.dense.backward(output.losses.sum(), last=m == ctx.window.micro_batches - 1)
+        size = ctx.inputs[m].size
         for feature in self.plan.features if ctx.error is None else ():
             leaf = leaves[feature.name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             entries = ctx.source.entries[feature.name]
-            offsets, positions, grads = (
-                entries.of(m, ctx.inputs[m].size),
-                entries.grad_positions,
-                ctx.grads[entries.dim],
-            )
+            offsets, positions, grads = entries.of(m, size), entries.grad_positions, ctx.grads[entries.dim]
             values = grad.cpu().contiguous().numpy()
             if entries.once:
                 pool_put(values, positions, offsets, grads)
@@ -338,20 +330,23 @@ class StepOperations:
         for dim in self.plan.groups:
             self._travel(dim, part, ctx.grads[dim], ctx.source.grads, ctx.returned[dim], ctx.owner.grads)
 
-    def update(self, ctx: Context) -> StepResult:
-        """Applies every optimizer once, to the sum over all workers divided by the global weight."""
-        loss, weight, samples = ctx.totals[:3].tolist()
-        if ctx.trains:
-            for k, store in enumerate(self.stores):
-                positions = ctx.positions[k]
-                grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
-                store.update(positions, grads, 1.0 / weight, rows=ctx.rows[k])
-            self.dense.update(1.0 / weight)
-        else:
-            self.dense.forget()
+    def update(self, ctx: Context) -> None:
+        """Applies every row optimizer once, to the sum over all workers divided by the global weight."""
+        for k, store in enumerate(self.stores if ctx.trains else ()):
+            positions = ctx.positions[k]
+            grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
+            store.update(positions, grads, 1.0 / ctx.totals[1], rows=ctx.rows[k])
         if self._versions is not None:
             for k, buffer in enumerate(self.buffers):
                 self._versions.update(k, ctx.step, buffer)
+
+    def dense_update(self, ctx: Context) -> StepResult:
+        """The same for the dense optimizer."""
+        loss, weight, samples = ctx.totals[:3].tolist()
+        if ctx.trains:
+            self.dense.update(1.0 / weight)
+        else:
+            self.dense.forget()
         loss = loss / weight if weight else float("nan")
         return StepResult(ctx.step, loss, int(samples), weight, skipped=bool(ctx.totals[3]))
 

@@ -275,9 +275,16 @@ def _touched(op: Op, schedule: Schedule) -> Iterator[tuple[object, bool]]:
             yield ("buffer", b % 2), True
             yield "rows in memory", True
             yield "given up rows", True
+            yield "learning rates", False
+        case "REDUCE":
+            yield "dense gradients", True
+        case "DENSE":
+            yield ("agreed", b), False
             yield "dense gradients", True
             yield "dense weights", True
+            yield "learning rates", True  # a step has ended: the user may set them
         case "WRITEBACK":
+            yield ("agreed", b), True  # the batch is given up
             yield ("buffer", b % 2), False
             yield "tier", True
         case _:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, EMB, FWD, GRAD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC  # isort: skip
-from nestpipe.schedule.ops import UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
+from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, DENSE, EMB, FWD, GRAD, H2D, PREFETCH, REDUCE, RETRIEVE  # isort: skip
+from nestpipe.schedule.ops import ROUTE, SYNC, UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
 
 STAGES = 4  # before the compute: read, copy, route, retrieve
 
@@ -20,14 +20,14 @@ def dbp(*, micro_batches: int = 1, look_ahead: int | None = None) -> Schedule:
         for m in range(micro_batches):
             yield Task(Op(FWD, t, m), COMPUTE)
             yield Task(Op(BWD, t, m), COMPUTE)
-        for name in (AGREE, GRAD, UPDATE):
+        for name in (AGREE, GRAD, UPDATE, REDUCE, DENSE):
             yield Task(Op(name, t), COMPUTE)
 
     return Schedule("dbp", "lookups of the next batches behind the compute of this one, no row stale", step)
 
 
-def lookups(t: int, ahead: int) -> Iterator[Task]:
-    """Everything before the rows of batch t leave their owners."""
+def lookups(t: int, ahead: int, *, sync: str = COMPUTE) -> Iterator[Task]:
+    """Everything before the rows of batch t leave their owners. sync: the lane that updates rows, and sends them."""
     read, copied, routed = t + ahead, t + min(ahead, 3), t + min(ahead, 2)
 
     # 1. data prefetch, no further ahead than asked for; and not while batch t waits for its first rows, with all of the CPU
@@ -37,9 +37,9 @@ def lookups(t: int, ahead: int) -> Iterator[Task]:
     # 3. key routing
     yield Task(Op(ROUTE, routed), "keys", (Op(H2D, routed),))
     # 4. retrieval, into the buffer that batch t - 1 has left: its rows are back in their tier, and batch t has its own
-    yield Task(Op(WRITEBACK, t - 1), "store", (Op(UPDATE, t - 1),))
+    yield Task(Op(WRITEBACK, t - 1), "store", (Op(DENSE, t - 1),))
     yield Task(Op(RETRIEVE, t + 1), "store", (Op(ROUTE, t + 1), Op(SYNC, t)))
-    yield Task(Op(SYNC, t), COMPUTE, (Op(RETRIEVE, t),))
+    yield Task(Op(SYNC, t), sync, (Op(RETRIEVE, t),))
 
 
 def stages_ahead(schedule: str, look_ahead: int | None) -> int:

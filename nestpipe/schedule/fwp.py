@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, EMB, FWD, GRAD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC  # isort: skip
-from nestpipe.schedule.ops import UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
+from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, DENSE, EMB, FWD, GRAD, H2D, PREFETCH, REDUCE, RETRIEVE  # isort: skip
+from nestpipe.schedule.ops import ROUTE, SYNC, UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
 
 
 def fwp(*, micro_batches: int = 1, look_ahead: int | None = None) -> Schedule:
@@ -35,7 +35,11 @@ def frozen_window(t: int, micro_batches: int) -> Iterator[Task]:
         yield Task(Op(BWD, t, m), COMPUTE)
     for m in range(last):
         yield Task(Op(GRAD, t, m), "comm", (Op(BWD, t, m),))
-    # What workers agree on is known after the last forward: behind the last backward, as is the sum of dense gradients.
+    # What workers agree on is known after the last forward: it travels behind the last backward.
     yield Task(Op(AGREE, t), "comm", (Op(FWD, t, last),))
     yield Task(Op(GRAD, t, last), "comm", (Op(BWD, t, last),))
-    yield Task(Op(UPDATE, t), COMPUTE, (Op(GRAD, t, last),))
+    # Rows need nothing of the dense part: they are updated, and those of the next batch can leave, while the sum of dense
+    # gradients is still on its way.
+    yield Task(Op(UPDATE, t), "comm")
+    yield Task(Op(REDUCE, t), COMPUTE)
+    yield Task(Op(DENSE, t), COMPUTE, (Op(UPDATE, t),))

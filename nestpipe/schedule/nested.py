@@ -13,7 +13,7 @@ def nested(*, micro_batches: int = 1, look_ahead: int | None = None) -> Schedule
     ahead = stages_ahead("nested", look_ahead)
 
     def step(t: int) -> Iterator[Task]:
-        yield from lookups(t, ahead)
+        yield from lookups(t, ahead, sync="comm")
         yield from frozen_window(t, micro_batches)
 
     return Schedule("nested", "dbp and fwp together: only the first rows and the last gradients are waited for", step)

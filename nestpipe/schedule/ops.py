@@ -23,15 +23,17 @@ SYNC = "SYNC"  # rows that the batch before also used: from its buffer into this
 EMB = "EMB"  # rows to the workers that asked for them
 FWD = "FWD"  # the user's model, one micro-batch
 BWD = "BWD"
+REDUCE = "REDUCE"  # the rest of the sum of dense gradients over workers, which the last BWD begins
 AGREE = "AGREE"  # sum of losses, weights and troubles over workers
 GRAD = "GRAD"  # gradients to the owners
-UPDATE = "UPDATE"  # every optimizer once
+UPDATE = "UPDATE"  # the owner's row optimizers, once, on the sums
+DENSE = "DENSE"  # the dense optimizer, once
 WRITEBACK = "WRITEBACK"  # updated rows to their tier
 
-ORDER = (PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD, BWD, AGREE, GRAD, UPDATE, WRITEBACK)
+ORDER = (PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD, BWD, REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK)
 
-# Which process group an operation uses. (Gradients of the dense part are summed inside the last BWD.)
-GROUPS = {ROUTE: "keys", EMB: "rows", AGREE: "rows", GRAD: "rows", BWD: "dense"}
+# Which process group an operation uses.
+GROUPS = {ROUTE: "keys", EMB: "rows", AGREE: "rows", GRAD: "rows", BWD: "dense", REDUCE: "dense"}
 
 # The lane that must never starve; it is the thread that called `fit`.
 COMPUTE = "compute"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, EMB, FWD, GRAD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC  # isort: skip
-from nestpipe.schedule.ops import UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
+from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, DENSE, EMB, FWD, GRAD, H2D, PREFETCH, REDUCE, RETRIEVE  # isort: skip
+from nestpipe.schedule.ops import ROUTE, SYNC, UPDATE, WRITEBACK, Op, Schedule, Task  # isort: skip
 
 
 def serial(*, micro_batches: int = 1, look_ahead: int | None = None) -> Schedule:
@@ -20,7 +20,7 @@ def serial(*, micro_batches: int = 1, look_ahead: int | None = None) -> Schedule
         for m in range(micro_batches):
             yield Task(Op(FWD, t, m), COMPUTE)
             yield Task(Op(BWD, t, m), COMPUTE)
-        for name in (AGREE, GRAD, UPDATE, WRITEBACK):
+        for name in (REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK):
             yield Task(Op(name, t), COMPUTE)
 
     return Schedule(

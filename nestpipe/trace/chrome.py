@@ -21,6 +21,8 @@ COLOURS = {
     "AGREE": "generic_work",
     "GRAD": "good",
     "UPDATE": "terrible",
+    "REDUCE": "olive",
+    "DENSE": "bad",
 }
 
 

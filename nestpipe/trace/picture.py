@@ -29,6 +29,8 @@ COLOURS = {
     "AGREE": "#7f7f7f",
     "GRAD": "#3a9a4f",
     "UPDATE": "#c0392b",
+    "REDUCE": "#b7c36b",
+    "DENSE": "#d98880",
 }
 OTHERS = ("#d16ba5", "#6b8e23", "#5c6bc0", "#a1887f", "#00897b", "#b39ddb")  # of an operation that is not listed
 STARVED = "#f7d4d0"

@@ -5,7 +5,7 @@
 time by which it may have held training up. Of the compute lane everything is exposed, so in a serial run, which has
 only that lane, every operation is.
 
-A *step* lies between the ends of consecutive UPDATEs in the compute lane (of a batch without one there: the end of its
+A *step* lies between the ends of consecutive DENSEs in the compute lane (of a batch without one there: the end of its
 last operation in that lane); the first begins with the first operation. All figures are of the steady state: the first
 and last few steps, in which the pipeline fills and drains, are left out where there are enough.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from nestpipe.trace.record import COMPUTE, Columns, RankTrace
 
 SKIP = 5  # steps left out at each end; the look-ahead of the deepest pipeline is below it
-UPDATE = "UPDATE"
+DENSE = "DENSE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +192,8 @@ def _all_steps(trace: RankTrace) -> Steps:
     ends, ops = columns.end[computing], columns.op[computing]
     last = np.full(len(batches), np.iinfo(np.int64).min)
     np.maximum.at(last, of, ends)
-    if UPDATE in columns.names:
-        updates = ops == columns.names.index(UPDATE)
+    if DENSE in columns.names:
+        updates = ops == columns.names.index(DENSE)
         updated = np.full(len(batches), np.iinfo(np.int64).min)
         np.maximum.at(updated, of[updates], ends[updates])
         last = np.where(updated == np.iinfo(np.int64).min, last, updated)

@@ -398,7 +398,9 @@ def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
             ops.agree(now)
             ops.grad(now)
             following = open_next(t)
-            losses.append(np.float64(ops.update(now).loss).tobytes())
+            ops.update(now)
+            ops.dense.reduce()
+            losses.append(np.float64(ops.dense_update(now).loss).tobytes())
             if following is not None:
                 ops.sync(following)  # the update itself is of the row as it is
             ops.writeback(now)

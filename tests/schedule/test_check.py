@@ -13,6 +13,7 @@ from nestpipe.schedule.ops import (
     AGREE,
     BWD,
     COMPUTE,
+    DENSE,
     EMB,
     FWD,
     GRAD,
@@ -105,7 +106,7 @@ def test_dbp_without_any_one_of_its_edges_is_refused_and_the_edge_is_named(
 
 
 NESTED = SCHEDULES["nested"](micro_batches=3)
-WINDOW = ((FWD, EMB), (GRAD, BWD), (AGREE, FWD), (UPDATE, GRAD), (EMB, SYNC))
+WINDOW = ((FWD, EMB), (GRAD, BWD), (AGREE, FWD), (DENSE, UPDATE))
 
 
 @pytest.mark.parametrize(("name", "waits_for"), WINDOW, ids=[f"{a} after {b}" for a, b in WINDOW])
@@ -129,7 +130,7 @@ def test_a_frozen_window_whose_rows_leave_before_the_update_is_found() -> None:
     def early(t: int, tasks: list[Task]) -> list[Task]:
         return [task._replace(after=()) if task.op.name == EMB else task for task in tasks]
 
-    problems = check(changed(early, NESTED)).problems
+    problems = check(changed(early, SCHEDULES["fwp"](micro_batches=3))).problems
     assert any("EMB(t)" in text and "nothing orders them" in text for text in problems), problems
 
 
@@ -175,8 +176,9 @@ def test_sync_before_the_update_is_measured_as_stale() -> None:
     """Every pair of operations is in some order, so nothing races; but it is the wrong order."""
 
     def early(t: int, tasks: list[Task]) -> list[Task]:
-        tasks = [task for task in tasks if task.op.name not in (SYNC, UPDATE)]
-        update = [Task(Op(SYNC, t + 1), COMPUTE, (Op(RETRIEVE, t + 1),)), Task(Op(UPDATE, t), COMPUTE)]
+        tasks = [task for task in tasks if task.op.name not in (SYNC, UPDATE, DENSE)]
+        update = [Task(Op(SYNC, t + 1), COMPUTE, (Op(RETRIEVE, t + 1),))]
+        update += [Task(Op(name, t), COMPUTE) for name in (UPDATE, DENSE)]
         return [*tasks, *update]
 
     assert check(changed(early)).stale_by >= 1
@@ -229,14 +231,14 @@ def test_a_schedule_prints_as_one_line_a_lane() -> None:
         "copy     H2D(t+3)",
         "keys     ROUTE(t+2)",
         "store    WRITEBACK(t-1) RETRIEVE(t+1)",
-        "compute  SYNC(t) EMB(t) FWD(t) BWD(t) AGREE(t) GRAD(t) UPDATE(t)",
+        "compute  SYNC(t) EMB(t) FWD(t) BWD(t) AGREE(t) GRAD(t) UPDATE(t) REDUCE(t) DENSE(t)",
     ]
 
 
 def test_many_micro_batches_are_cut_short_in_print() -> None:
     assert str(SCHEDULES["nested"](micro_batches=32)).splitlines()[-2:] == [
-        "compute  SYNC(t) FWD(t,0) BWD(t,0) FWD(t,1) BWD(t,1) ... FWD(t,31) BWD(t,31) UPDATE(t)",
-        "comm     EMB(t,0) EMB(t,1) ... EMB(t,31) GRAD(t,0) GRAD(t,1) ... AGREE(t) GRAD(t,31)",
+        "comm     SYNC(t) EMB(t,0) EMB(t,1) ... EMB(t,31) GRAD(t,0) GRAD(t,1) ... AGREE(t) GRAD(t,31) UPDATE(t)",
+        "compute  FWD(t,0) BWD(t,0) FWD(t,1) BWD(t,1) ... FWD(t,31) BWD(t,31) REDUCE(t) DENSE(t)",
     ]
 
 
