@@ -6,8 +6,10 @@ BIN := .venv/bin
 .PHONY: demo test grid lint clean
 .DEFAULT_GOAL := demo
 
+demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: .venv/ready
-	$(BIN)/nestpipe train examples/demo.toml --workers 2
+	$(BIN)/nestpipe train examples/demo.toml --workers 2 --trace --out $(RUN)
+	@$(BIN)/nestpipe report $(RUN)
 
 test: .venv/ready lint
 	$(BIN)/python -m pytest

@@ -1,0 +1,171 @@
+"""What a page is made of: run folders, and the JSON files of benches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nestpipe.bench.sections import Bars, Curves, Section, Table, from_json
+from nestpipe.trace import RankSummary, RankTrace, read, summary
+from nestpipe.trace.record import FOLDER as TRACE
+
+Points = list[tuple[int, float]]
+NEEDED = ("schedule", "micro_batches", "workers", "steps", "samples", "samples_per_second", "tables", "digest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run. traces, ranks: empty where it was not recorded. curves: by TensorBoard's tag, e.g. `train/loss`."""
+
+    name: str
+    result: dict[str, Any]
+    config: dict[str, Any]
+    traces: list[RankTrace]
+    ranks: list[RankSummary]
+    curves: dict[str, Points]
+
+    @property
+    def way(self) -> str:
+        """`nested, 8 micro-batches`."""
+        parts = self.result["micro_batches"]
+        return str(self.result["schedule"]) + (f", {parts} micro-batches" if parts != 1 else "")
+
+    def mean(self, name: str) -> float:
+        """Of a figure of the ranks."""
+        return float(sum(getattr(rank, name) for rank in self.ranks) / len(self.ranks))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    name: str
+    suite: str
+    quick: bool
+    command: str
+    machine: dict[str, Any]
+    sections: list[Section]
+
+
+def read_all(paths: Sequence[Path]) -> list[Run | Bench]:
+    """In the order given. Raises ValueError for what is neither a run folder nor the JSON of a bench."""
+    if not paths:
+        raise ValueError("a report needs at least one run folder or JSON file of a bench")
+    names = _names(paths)
+    return [
+        _read_run(path, name) if path.is_dir() else _read_bench(path, name)
+        for path, name in zip(paths, names, strict=True)
+    ]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, and more of it where that is not enough to tell them apart."""
+    whole = [path.absolute().parts[1:] for path in paths]
+    depth = 1
+    while len({parts[-depth:] for parts in whole}) < len(set(whole)):
+        depth += 1
+    return ["/".join(parts[-depth:]) for parts in whole]
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    path = folder / "result.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no result.json: it is not a run folder, or its run has not finished; "
+            f"make one with `nestpipe train CONFIG.toml --trace --out {folder}`"
+        )
+    result = _read_json(path)
+    missing = [entry for entry in NEEDED if entry not in result]
+    if missing:
+        raise ValueError(f"{path} has no entry {missing[0]!r}: it is not the result of `nestpipe train`; train again")
+    config = folder / "config.json"
+    traces = read(folder) if (folder / TRACE).is_dir() and any((folder / TRACE).glob("rank-*.json")) else []
+    return Run(
+        name=name,
+        result=result,
+        config=_read_json(config) if config.is_file() else {},
+        traces=traces,
+        ranks=summary(traces),
+        curves=_read_curves(folder / "tensorboard"),
+    )
+
+
+def _read_curves(folder: Path) -> dict[str, Points]:
+    """Of the newest file: a folder that was trained into twice has two."""
+    files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        return {}
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # slow to import
+
+    curves: dict[str, Points] = {}
+    for event in EventFileLoader(str(files[-1])).Load():
+        for value in event.summary.value:
+            if len(value.tensor.float_val) == 1 and math.isfinite(value.tensor.float_val[0]):
+                curves.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
+    return curves
+
+
+def _read_bench(path: Path, name: str) -> Bench:
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: give run folders, or files written by `nestpipe bench SUITE --json FILE`"
+        )
+    values = _read_json(path)
+    if "suite" not in values:
+        trained = "digest" in values and "schedule" in values
+        hint = "it is the result of a training: give its run folder" if trained else "is it of another program?"
+        raise ValueError(f"{path} was not written by `nestpipe bench SUITE --json {path}`: {hint}")
+    suite = str(values["suite"])
+    again = f"run `nestpipe bench {suite} --json {path}` again"
+    if not isinstance(values.get("sections"), list):
+        raise ValueError(f"{path} has no sections to show, an older nestpipe wrote it: {again}")
+    try:
+        sections = from_json(values["sections"])
+        for section in sections:
+            _check_shape(section)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}; {again}") from None
+    machine = values.get("machine")
+    return Bench(
+        name=name,
+        suite=suite,
+        quick=bool(values.get("quick")),
+        command=str(values.get("command") or f"nestpipe bench {suite}"),
+        machine=machine if isinstance(machine, dict) else {},
+        sections=sections,
+    )
+
+
+def _check_shape(section: Section) -> None:
+    """What from_json cannot know: rows as long as their table is wide, a value for each label or x."""
+    if not (isinstance(section.title, str) and isinstance(section.note, str)):
+        raise ValueError(
+            f"title and note of a section must be text, got {section.title!r:.40} and {section.note!r:.40}"
+        )
+    rows: dict[str, Sequence[Any]]
+    match section:
+        case Table():
+            rows, width = {f"row {number}": row for number, row in enumerate(section.rows)}, len(section.columns)
+        case Bars():
+            rows, width = {**section.parts, **section.bounds}, len(section.labels)
+        case Curves():
+            rows, width = {**section.lines, "x": section.x}, len(section.x)
+    for name, row in rows.items():
+        if isinstance(row, str) or len(row) != width:
+            raise ValueError(f"section {section.title!r}: {name} must have {width} values, got {row!r:.60}")
+        if not isinstance(section, Table) and not all(value is None or type(value) in (int, float) for value in row):
+            raise ValueError(f"section {section.title!r}: {name} must be numbers, got {row!r:.60}")
+    if isinstance(section, Curves) and None in section.x:
+        raise ValueError(f"section {section.title!r}: x must be numbers, got {section.x!r:.60}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}): write it again") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not what nestpipe writes: a JSON object was expected, got {str(values)[:40]}")
+    return values
