@@ -1,4 +1,4 @@
-"""nestpipe train | evaluate | trace | bench"""
+"""nestpipe train | evaluate | trace | bench | report"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines")
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 
 
@@ -56,10 +57,22 @@ def _parser() -> argparse.ArgumentParser:
     trace.set_defaults(command=_trace)
 
     bench = commands.add_parser("bench", help="side-by-side measurements")
-    bench.add_argument("suite", choices=["ablation", "kernels", "overlap", "peers", "reading", "storage", "timelines"])
-    bench.add_argument("--json", type=Path, metavar="FILE")
+    bench.add_argument("suites", nargs="+", choices=["all", *SUITES], metavar="SUITE",
+                       help=f"one or more of {', '.join(SUITES)}; all: the first six")  # fmt: skip
+    bench.add_argument("--json", type=Path, metavar="FILE", help="figures, tables and charts of one suite")
+    bench.add_argument("--markdown", type=Path, metavar="FILE", help="the printed tables of one suite")
+    bench.add_argument("--out", type=Path, metavar="FOLDER", help="SUITE.json and SUITE.md of each (default for several "
+                       "suites: runs/bench)")  # fmt: skip
     bench.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
     bench.set_defaults(command=_bench)
+
+    report = commands.add_parser("report", help="runs and benches as one HTML page")
+    report.add_argument("sources", type=Path, nargs="+", metavar="RUN_OR_JSON",
+                        help="run folder, or file of `nestpipe bench SUITE --json FILE`")  # fmt: skip
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="default: in the run folder, beside the JSON; of "
+                        "several sources ./report.html")  # fmt: skip
+    report.add_argument("--title", help="of the page")
+    report.set_defaults(command=_report)
     return parser
 
 
@@ -104,7 +117,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if _rank() == 0:
             _tell(result, folder, arguments.json)
             if arguments.trace:
-                print(f"timeline: nestpipe trace {folder}")
+                print(f"timeline: nestpipe trace {folder}, or as a page: nestpipe report {folder}")
 
     return _worker(work)
 
@@ -147,7 +160,26 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from nestpipe.bench import suites
 
-    return _guard(lambda: suites.run(arguments.suite, json_file=arguments.json, quick=arguments.quick), 0)
+    def work() -> None:
+        suites.bench(
+            arguments.suites,
+            quick=arguments.quick,
+            json_file=arguments.json,
+            markdown_file=arguments.markdown,
+            folder=arguments.out,
+        )
+
+    return _guard(work, 0)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from nestpipe.report import write
+
+    def work() -> None:
+        path = write(arguments.sources, out=arguments.out, title=arguments.title)
+        print(f"report: {path}\nopen it in a browser: {path.resolve().as_uri()}")
+
+    return _guard(work, 0)
 
 
 def _launch(arguments: argparse.Namespace, passed: list[str]) -> int:

@@ -10,10 +10,21 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """Does several steps in a row and is at rest after them: what it has begun is done, and its threads wait."""
+
+    def run(self, steps: int, /) -> object: ...
+
+
+Contestant = Callable[[], object] | Pipelined  # a callable does one step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Timing:
         that other programs use as well, where the wall clock does not.
     ratio: median over the rounds of (this contestant / the reference, in that round); below 1 is faster than it.
     rounds_ms: every round, in order.
+    counted: median per step of what `count` counted, of all workers together.
     """
 
     name: str
@@ -33,19 +45,21 @@ class Timing:
     cpu_ms: float
     ratio: float
     rounds_ms: list[float]
+    counted: float = 0.0
 
 
 def alternate(
-    contestants: Mapping[str, Callable[[], object]],
+    contestants: Mapping[str, Contestant],
     *,
     rounds: int = 7,
     steps: int = 5,
     warmup: int = 5,
     lead_in: int = 1,
     reference: str | None = None,
+    count: Callable[[], float] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Timing]:
-    """Times each contestant (a callable that does one step) on every worker; all workers get the same result.
+    """Times each contestant on every worker; all workers get the same result.
 
     Without torch.distributed it times this process alone. Every worker must call it with the same arguments.
 
@@ -54,6 +68,7 @@ def alternate(
     lead_in: untimed steps at the start of each block: they refill caches and pipelines, and take the blame for work
         that the contestant before left in flight.
     reference: the contestant that ratios divide by; the first if left out.
+    count: this worker's counter of something, such as bytes sent; what it grows by in each block is shared out to its steps.
     """
     names = list(contestants)
     if not names:
@@ -66,11 +81,13 @@ def alternate(
             f"got rounds={rounds} steps={steps} warmup={warmup} lead_in={lead_in}"
         )
     reference = reference or names[0]
+    count = count or _nothing
     for name in names:
         _run(contestants[name], warmup)
 
     wall: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
+    counted: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.freeze()  # else a full collection walks every module of every contestant, in the middle of somebody's block
     try:
@@ -79,16 +96,18 @@ def alternate(
             for name in names[start:] + names[:start]:
                 _run(contestants[name], lead_in)
                 _barrier(group)
-                begin, cpu_begin = time.perf_counter(), time.process_time()
+                counted_begin, begin, cpu_begin = count(), time.perf_counter(), time.process_time()
                 _run(contestants[name], steps)
                 wall[name].append((time.perf_counter() - begin) / steps)
                 cpu[name].append((time.process_time() - cpu_begin) / steps)
+                counted[name].append((count() - counted_begin) / steps)
     finally:
         gc.unfreeze()
 
     wall_ms = {name: _slowest_ms(wall[name], group) for name in names}
     cpu_ms = {name: _slowest_ms(cpu[name], group) for name in names}
-    return {name: _timing(name, wall_ms[name], cpu_ms[name], wall_ms[reference]) for name in names}
+    total = {name: statistics.median(_sum(counted[name], group)) for name in names}
+    return {name: _timing(name, wall_ms[name], cpu_ms[name], wall_ms[reference], total[name]) for name in names}
 
 
 def table(timings: Mapping[str, Timing], *, reference: str | None = None) -> str:
@@ -103,9 +122,13 @@ def table(timings: Mapping[str, Timing], *, reference: str | None = None) -> str
     return "\n".join(lines)
 
 
-def _run(step: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        step()
+def _run(contestant: Contestant, steps: int) -> None:
+    if isinstance(contestant, Pipelined):
+        if steps:
+            contestant.run(steps)
+    else:
+        for _ in range(steps):
+            contestant()
 
 
 def _barrier(group: dist.ProcessGroup | None) -> None:
@@ -120,10 +143,28 @@ def _slowest_ms(seconds: list[float], group: dist.ProcessGroup | None) -> list[f
     return worst.tolist()
 
 
-def _timing(name: str, rounds_ms: list[float], cpu_ms: list[float], reference_ms: list[float]) -> Timing:
-    iqr = 0.0
-    if len(rounds_ms) > 1:
-        low, _, high = statistics.quantiles(rounds_ms, n=4, method="inclusive")
-        iqr = high - low
+def _sum(values: list[float], group: dist.ProcessGroup | None) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def _nothing() -> float:
+    return 0.0
+
+
+def spread(values: Sequence[float]) -> float:
+    """The IQR: the distance between the quartiles; 0 of one value."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+def _timing(
+    name: str, rounds_ms: list[float], cpu_ms: list[float], reference_ms: list[float], counted: float
+) -> Timing:
     ratio = statistics.median(mine / theirs for mine, theirs in zip(rounds_ms, reference_ms, strict=True))
-    return Timing(name, statistics.median(rounds_ms), iqr, statistics.median(cpu_ms), ratio, rounds_ms)
+    median, cpu = statistics.median(rounds_ms), statistics.median(cpu_ms)
+    return Timing(name, median, spread(rounds_ms), cpu, ratio, rounds_ms, counted)

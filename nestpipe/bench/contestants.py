@@ -1,12 +1,11 @@
-"""Trainers that take turns in the same processes, the keys that they train on, and figures from their traces."""
+"""Trainers that take turns in the same processes, and the keys that they train on."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,17 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from nestpipe.batch import Batch, Jagged
+from nestpipe.bench import memory
+from nestpipe.bench.emulated import EmulatedModel
+from nestpipe.bench.figures import Figures, figures, largest
+from nestpipe.bench.progress import tell
+from nestpipe.bench.workers import run_workers
 from nestpipe.engine.engine import Engine
 from nestpipe.optim import RowwiseAdagrad
+from nestpipe.schedule import SCHEDULES
 from nestpipe.tables import Feature, Table
-from nestpipe.trace import COMPUTE, RankSummary, RankTrace, summary
-from nestpipe.trace.times import covered, union
+from nestpipe.trace import RankTrace
 from nestpipe.trainer import Trainer
 
 DIM = 64
 POOL = 8  # batches per worker, used in turn, so that making them costs nothing during a block
-COMMUNICATION = ("EMB", "GRAD", "AGREE")
-LOOKUP = ("PREFETCH", "H2D", "ROUTE", "RETRIEVE", "WRITEBACK", "SYNC")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +40,19 @@ class Way:
 
     @property
     def name(self) -> str:
+        name = self.schedule
+        if SCHEDULES[self.schedule]().stale_by:
+            name += " (NOT exact)"
         if self.micro_batches == 1:
-            return self.schedule
+            return name
         cache = "" if self.window_cache else ", no window cache"
         clustering = f", clustering {self.clustering}" if self.clustering != "none" else ""
-        return f"{self.schedule}, N = {self.micro_batches}{cache}{clustering}"
+        return f"{name}, N = {self.micro_batches}{cache}{clustering}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """Where keys come from: `items` keys by a power law.
+    """Where keys come from: `items` keys by a power law; with skew 0 all are as likely.
 
     per_user: samples of a batch, on average, that are windows over the same user's history, each one key further; they lie
         anywhere in the batch. How many a user has is drawn from a geometric law (some users do much more than others), or
@@ -61,7 +66,7 @@ class Law:
 
     @property
     def name(self) -> str:
-        law = f"Zipf({self.skew:g})"
+        law = f"Zipf({self.skew:g})" if self.skew else "uniform"
         kind = "equal sessions" if self.equal else "sessions"
         return law if self.per_user == 1 else f"{kind} ({self.per_user} samples a user, {law})"
 
@@ -83,19 +88,62 @@ class Law:
 
 
 class Contestant:
-    """A trainer over a table in memory, and the batches that it trains on in turn."""
+    """A trainer that records itself, built and warmed up here so that its memory can be told from that of the others.
+
+    make: the trainer.
+    batches: so many of them, for a block; the same on every call, or others of the same kind.
+    warm_up: steps in which rows are born, kernels compiled and connections opened.
+    memory: bytes; see figures.py.
+    """
 
     def __init__(
-        self,
-        way: Way,
-        model: nn.Module,
-        batches: Sequence[Batch],
-        prepare: Callable[[Engine], None] | None = None,
+        self, way: Way, make: Callable[[], Trainer], batches: Callable[[int], Iterable[Batch]], *, warm_up: int
     ) -> None:
         self.way, self.batches = way, batches
-        self.trainer = Trainer(
+        growth = memory.Growth()
+        self.trainer = make()
+        if warm_up:
+            self.train(warm_up)
+        self.memory = growth.peak()
+        self.recorded()  # forgets it
+
+    def train(self, steps: int) -> None:
+        self.trainer.fit(self.batches(steps), steps=steps)
+
+    def recorded(self) -> RankTrace:
+        """What ran since the last call."""
+        return self.trainer._engine.recorded(rank=self.trainer.rank, world=self.trainer.world, clear=True)
+
+    def figures(self, trace: RankTrace) -> Figures:
+        return figures(trace)
+
+    def block(self, steps: int) -> Figures:
+        """Figures of the middle of a block of steps, the largest over ranks."""
+        sent = self.trainer.bytes_sent()
+        dist.barrier()
+        self.train(steps)
+        results = largest({**self.figures(self.recorded()), "memory": self.memory})
+        return {**results, "bytes": (self.trainer.bytes_sent() - sent) / steps / self.trainer.world}
+
+
+def in_memory(
+    way: Way,
+    model: nn.Module,
+    pool: Sequence[Batch],
+    prepare: Callable[[Engine], None] | None = None,
+    *,
+    dim: int = DIM,
+    warm_up: int = POOL,
+) -> Contestant:
+    """One over a table of histories in memory, that takes the batches of a pool in turn.
+
+    prepare: called with the engine before the first step; see emulated.py.
+    """
+
+    def make() -> Trainer:
+        trainer = Trainer(
             model,
-            [Table("item", DIM, optimizer=RowwiseAdagrad(lr=0.01))],
+            [Table("item", dim, optimizer=RowwiseAdagrad(lr=0.01))],
             [Feature("history", "item")],
             dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
             schedule=way.schedule,
@@ -105,89 +153,45 @@ class Contestant:
             record=True,
         )
         if prepare is not None:
-            prepare(self.trainer._engine)
+            prepare(trainer._engine)
+        return trainer
 
-    def train(self, steps: int) -> None:
-        self.trainer.fit(itertools.islice(itertools.cycle(self.batches), steps), steps=steps)
-
-    def block(self, steps: int) -> dict[str, float]:
-        """Figures of the middle of a block of steps, the largest over ranks."""
-        dist.barrier()
-        self.train(steps)
-        trace = self.trainer._engine.recorded(rank=self.trainer.rank, world=self.trainer.world, clear=True)
-        return largest(figures(trace))
+    return Contestant(way, make, lambda steps: itertools.islice(itertools.cycle(pool), steps), warm_up=warm_up)
 
 
-def figures(trace: RankTrace) -> dict[str, float]:
-    """Milliseconds per step of this rank. Of the time in which compute runs nothing, what communication takes counts for it
-    alone: lookup that happens to run then is not what compute waits for."""
-    one = summary([trace])[0]
-
-    def total(names: Sequence[str], of: Callable[[Any], float]) -> float:
-        return sum(of(op) for op in one.ops if op.op in names)
-
-    return {
-        "step": one.mean_step_ms,
-        "compute": total(("FWD", "BWD"), lambda op: op.ms),
-        "communication": total(COMMUNICATION, lambda op: op.ms),
-        "exposed communication": total(COMMUNICATION, lambda op: op.exposed_ms),
-        "lookup": total(LOOKUP, lambda op: op.ms),
-        "exposed lookup": _exposed_lookup(trace, one),
-        "longest lane": one.busiest.busy_ms,
-        "compute lane": one.lane(COMPUTE).busy_ms,
-    }
+def pool_of(law: Law, samples: int, length: int, *, count: int = POOL) -> list[Batch]:
+    """This worker's batches."""
+    seeds = np.random.SeedSequence(dist.get_rank()).generate_state(count)
+    return [law.batch(samples, length, seed=int(seed)) for seed in seeds]
 
 
-def _exposed_lookup(trace: RankTrace, one: RankSummary) -> float:
-    columns, compute = trace.columns, trace.lanes.index(COMPUTE)
-    start, end = columns.start.clip(*one.window_ns), columns.end.clip(*one.window_ns)
-    lookup, communication = (
-        np.isin(columns.op, [columns.names.index(name) for name in names if name in columns.names])
-        for names in (LOOKUP, COMMUNICATION)
-    )
-    here = lookup & (columns.lane == compute)
-    hiding = (columns.lane == compute) | communication
-    elsewhere = union(start[lookup & ~hiding], end[lookup & ~hiding])
-    hidden = covered(*elsewhere, by=union(start[hiding], end[hiding]))
-    waited = (end - start)[here].sum() + (elsewhere[1] - elsewhere[0] - hidden).sum()
-    return float(waited) / 1e6 / one.steps
+def alternate(
+    contestants: Sequence[Contestant], *, rounds: int, steps: int | Callable[[Way], int], what: str
+) -> dict[str, list[Figures]]:
+    """Figures by contestant and round; who is first changes from round to round.
 
-
-def largest(mine: Mapping[str, float]) -> dict[str, float]:
-    """The largest over ranks, figure by figure."""
-    values = torch.tensor(list(mine.values()), dtype=torch.float64)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return dict(zip(mine, values.tolist(), strict=True))
-
-
-def alternate(contestants: Sequence[Contestant], *, rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
-    """Figures by contestant and round; who is first changes from round to round."""
-    results: dict[str, list[dict[str, float]]] = {one.way.name: [] for one in contestants}
+    steps: of a block; of one that hides no lookups fewer will do, since nothing fills and drains.
+    what: is measured, for those who wait for it.
+    """
+    results: dict[str, list[Figures]] = {one.way.name: [] for one in contestants}
     for turn in range(rounds):
         first = turn % len(contestants)
         for one in [*contestants[first:], *contestants[:first]]:
-            results[one.way.name].append(one.block(steps))
+            tell(f"{what}: round {turn + 1} of {rounds}, {one.way.name}")
+            results[one.way.name].append(one.block(steps if isinstance(steps, int) else steps(one.way)))
     return results
 
 
-def verdict(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians of each contestant's figures, and of its ratios to the serial run in the same round."""
-    reference = rounds["serial"]
-    results = {}
-    for name, many in rounds.items():
-        both = list(zip(many, reference, strict=True))
-        results[name] = {key: statistics.median(one[key] for one in many) for key in many[0]} | {
-            "speedup": statistics.median(s["step"] / one["step"] for one, s in both),
-            "exposed of serial": statistics.median(
-                one["exposed communication"] / s["communication"] for one, s in both
-            ),
-            "exposed of own": statistics.median(one["exposed communication"] / one["communication"] for one in many),
-            "step over longest lane": statistics.median(one["step"] / one["longest lane"] for one in many),
-            "step over compute lane": statistics.median(one["step"] / one["compute lane"] for one in many),
-        }
-    return results
+def load_everything() -> None:
+    """Small trainers, at the beginning of a worker: what every process loads, or compiles, once is then not in the memory of
+    the first contestant, nor in its time."""
+    gc.collect()
+    gc.freeze()  # modules stay: a collection before each contestant need not walk all of them
+    batches = pool_of(Law(1.05), 16, 4, count=3)
+    for way in (Way("dbp"), Way("nested", 2, True, "taper"), Way("nested", 2, False, "shared")):
+        in_memory(way, EmulatedModel(dim=8), batches, dim=8, warm_up=len(batches))
 
 
-def pool(law: Law, samples: int, length: int) -> list[Batch]:
-    seeds = np.random.SeedSequence(dist.get_rank()).generate_state(POOL)
-    return [law.batch(samples, length, seed=int(seed)) for seed in seeds]
+def compile_kernels() -> None:
+    """Before many workers start: two compile what is not yet in the cache on disk sooner than eight, each for itself."""
+    run_workers(load_everything, workers=2, threads=1)

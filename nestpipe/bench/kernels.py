@@ -1,7 +1,8 @@
-"""Each kernel beside its torch equivalent, alternating in one process on one thread."""
+"""`nestpipe bench kernels`: each kernel beside its torch equivalent, alternating in one process on one thread."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -11,12 +12,29 @@ import numba
 import numpy as np
 import torch
 
+from nestpipe.bench.alternate import spread
+from nestpipe.bench.progress import tell
+from nestpipe.bench.sections import Section, Table
 from nestpipe.kernels import update
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import Deduplicator, bucket
 from nestpipe.kernels.rows import NONE, ONES, gather, pool, pool_add, rows_of, scatter_add
 
 REPEATS = 3  # timed calls in a row, of each in turn
+DIM = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    keys: int  # to deduplicate
+    indexed: int  # rows that the hash index has
+    rows: int  # of the table that the others work on
+    touched: int  # rows or keys that are looked up, gathered, pooled, sent or updated
+    rounds: int
+
+
+FULL = Size(keys=1_000_000, indexed=16_000_000, rows=2_000_000, touched=200_000, rounds=15)
+QUICK = Size(keys=10_000, indexed=20_000, rows=2_000, touched=1_000, rounds=3)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -29,25 +47,18 @@ def plain_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> No
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians in ms and ratios; `speedup` is the other's time divided by ours."""
+    size = QUICK if quick else FULL
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         results = {}
         for make in (_deduplicate, _index_gather, _gather, _pool, _bucket, _scatter_add, _pool_add, _updates):
-            for name, (against, ours, theirs) in make(1 if quick else 0).items():
-                results[name] = {"against": against, **_alternate(ours, theirs, rounds=3 if quick else 15)}
+            for name, (against, ours, theirs) in make(size).items():
+                tell(f"kernels: {name}")
+                results[name] = {"against": against, **_alternate(ours, theirs, rounds=size.rounds)}
         return results
     finally:
         torch.set_num_threads(threads)
-
-
-def table(results: dict[str, Any]) -> str:
-    lines = ["| kernel | against | ours ms | theirs ms | speed-up |", "| --- | --- | --- | --- | --- |"]
-    for name, one in results.items():
-        lines.append(
-            f"| {name} | {one['against']} | {one['ms']:.2f} | {one['against_ms']:.2f} | {one['speedup']:.2f}x |"
-        )
-    return "\n".join(lines)
 
 
 def _alternate(ours: Callable[[], object], theirs: Callable[[], object], *, rounds: int) -> dict[str, float]:
@@ -62,6 +73,7 @@ def _alternate(ours: Callable[[], object], theirs: Callable[[], object], *, roun
     ratios = [b / a for a, b in zip(*times, strict=True)]
     return {
         "ms": statistics.median(times[0]),
+        "iqr_ms": spread(times[0]),
         "against_ms": statistics.median(times[1]),
         "speedup": statistics.median(ratios),
     }
@@ -71,9 +83,9 @@ def zipf_keys(count: int, skew: float, num_keys: int = 1 << 40, seed: int = 0) -
     return (np.random.default_rng(seed).zipf(skew, count) % num_keys).astype(np.int64)
 
 
-def _deduplicate(small: int) -> dict[str, Any]:
+def _deduplicate(size: Size) -> dict[str, Any]:
     results = {}
-    count = 10_000 if small else 1_000_000
+    count = size.keys
     uniform = np.random.default_rng(0).integers(0, 1 << 40, count)
     for law, keys in (
         ("Zipf(1.2)", zipf_keys(count, 1.2)),
@@ -93,22 +105,22 @@ def _deduplicate(small: int) -> dict[str, Any]:
     return results
 
 
-def _index_gather(small: int) -> dict[str, Any]:
-    num_rows, count, dim = (20_000, 2_000, 64) if small else (16_000_000, 200_000, 64)
+def _index_gather(size: Size) -> dict[str, Any]:
+    num_rows, count = size.indexed, size.touched
     rng = np.random.default_rng(1)
-    rows = np.zeros((num_rows, dim), np.float32)
+    rows = np.zeros((num_rows, DIM), np.float32)
     keys = rng.permutation(num_rows).astype(np.int64) * 2_654_435_761
     index, everything = HashIndex(num_rows), np.arange(num_rows)
     index.insert(keys, everything, everything)
     known = rng.integers(0, num_rows, count)
-    wanted, found, out, view = keys[known], np.empty(count, np.int64), np.empty((count, dim), np.float32), rows_of(rows)
+    wanted, found, out, view = keys[known], np.empty(count, np.int64), np.empty((count, DIM), np.float32), rows_of(rows)
 
     def ours() -> None:
         index.find(wanted, found)
         gather(view, found, NONE, out)
 
     return {
-        f"index lookup + gather, {count:,} of {num_rows:,} rows x {dim}": (
+        f"index lookup + gather, {count:,} of {num_rows:,} rows x {DIM}": (
             "plain Numba gather from known positions",
             ours,
             lambda: plain_gather(rows, known, out),
@@ -116,18 +128,17 @@ def _index_gather(small: int) -> dict[str, Any]:
     }
 
 
-def _rows(small: int) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
+def _rows(size: Size) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
     rng = np.random.default_rng(2)
-    num_rows, count = (2_000, 1_000) if small else (2_000_000, 200_000)
-    return rng.standard_normal((num_rows, 64), np.float32), rng.integers(0, num_rows, count), rng
+    return rng.standard_normal((size.rows, DIM), np.float32), rng.integers(0, size.rows, size.touched), rng
 
 
-def _gather(small: int) -> dict[str, Any]:
-    rows, positions, _ = _rows(small)
-    out, table, index = np.empty((len(positions), 64), np.float32), torch.from_numpy(rows), torch.from_numpy(positions)
-    into, view = torch.empty(len(positions), 64), rows_of(rows)
+def _gather(size: Size) -> dict[str, Any]:
+    rows, positions, _ = _rows(size)
+    out, table, index = np.empty((len(positions), DIM), np.float32), torch.from_numpy(rows), torch.from_numpy(positions)
+    into, view = torch.empty(len(positions), DIM), rows_of(rows)
     return {
-        f"gather {len(positions):,} rows x 64": (
+        f"gather {len(positions):,} rows x {DIM}": (
             "torch.index_select(out=)",
             lambda: gather(view, positions, NONE, out),
             lambda: torch.index_select(table, 0, index, out=into),
@@ -135,13 +146,13 @@ def _gather(small: int) -> dict[str, Any]:
     }
 
 
-def _pool(small: int) -> dict[str, Any]:
-    rows, positions, _ = _rows(small)
+def _pool(size: Size) -> dict[str, Any]:
+    rows, positions, _ = _rows(size)
     offsets = np.arange(0, len(positions) + 1, 10)
-    out, view = np.empty((len(offsets) - 1, 64), np.float32), rows_of(rows)
+    out, view = np.empty((len(offsets) - 1, DIM), np.float32), rows_of(rows)
     table, index, starts = torch.from_numpy(rows), torch.from_numpy(positions), torch.from_numpy(offsets[:-1])
     return {
-        f"pool bags of 10, {len(positions):,} rows x 64": (
+        f"pool bags of 10, {len(positions):,} rows x {DIM}": (
             "torch embedding_bag",
             lambda: pool(view, positions, offsets, ONES, NONE, out),
             lambda: torch.nn.functional.embedding_bag(index, table, starts, mode="sum"),
@@ -149,8 +160,8 @@ def _pool(small: int) -> dict[str, Any]:
     }
 
 
-def _bucket(small: int) -> dict[str, Any]:
-    count, world = (2_000 if small else 200_000), 8
+def _bucket(size: Size) -> dict[str, Any]:
+    count, world = size.touched, 8
     keys = np.random.default_rng(3).permutation(count * 4)[:count].astype(np.int64)
     owner, place, out = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int64)
     counts, start, tensor = np.zeros(world, np.int64), np.zeros(world, np.int64), torch.from_numpy(keys)
@@ -162,20 +173,20 @@ def _bucket(small: int) -> dict[str, Any]:
     return {
         f"bucket {count:,} keys by {world} owners": (
             "torch argsort + bincount",
-            lambda: bucket(keys, world, owner, counts, start, out, place),
+            lambda: bucket(keys, np.arange(world), owner, counts, start, out, place),
             theirs,
         )
     }
 
 
-def _scatter_add(small: int) -> dict[str, Any]:
-    _, positions, rng = _rows(small)
+def _scatter_add(size: Size) -> dict[str, Any]:
+    _, positions, rng = _rows(size)
     places = np.unique(positions, return_inverse=True)[1]
-    grads = rng.standard_normal((len(positions), 64), np.float32)
-    out = np.zeros((len(positions), 64), np.float32)
-    total, index, values = torch.zeros(len(positions), 64), torch.from_numpy(places), torch.from_numpy(grads)
+    grads = rng.standard_normal((len(positions), DIM), np.float32)
+    out = np.zeros((len(positions), DIM), np.float32)
+    total, index, values = torch.zeros(len(positions), DIM), torch.from_numpy(places), torch.from_numpy(grads)
     return {
-        f"scatter-add {len(positions):,} rows x 64": (
+        f"scatter-add {len(positions):,} rows x {DIM}": (
             "torch index_add_",
             lambda: scatter_add(grads, NONE, places, out),
             lambda: total.index_add_(0, index, values),
@@ -183,16 +194,16 @@ def _scatter_add(small: int) -> dict[str, Any]:
     }
 
 
-def _pool_add(small: int) -> dict[str, Any]:
-    _, positions, rng = _rows(small)
+def _pool_add(size: Size) -> dict[str, Any]:
+    _, positions, rng = _rows(size)
     places = np.unique(positions, return_inverse=True)[1]
     offsets = np.arange(0, len(positions) + 1, 10)
-    grads = rng.standard_normal((len(offsets) - 1, 64), np.float32)
-    out = np.zeros((len(positions), 64), np.float32)
-    total, index, values = torch.zeros(len(positions), 64), torch.from_numpy(places), torch.from_numpy(grads)
+    grads = rng.standard_normal((len(offsets) - 1, DIM), np.float32)
+    out = np.zeros((len(positions), DIM), np.float32)
+    total, index, values = torch.zeros(len(positions), DIM), torch.from_numpy(places), torch.from_numpy(grads)
     bag = torch.from_numpy(np.repeat(np.arange(len(grads)), 10))
     return {
-        f"scatter-add of bags of 10, {len(positions):,} rows x 64": (
+        f"scatter-add of bags of 10, {len(positions):,} rows x {DIM}": (
             "torch index_add_ of expanded gradients",
             lambda: pool_add(grads, NONE, places, offsets, ONES, out),
             lambda: total.index_add_(0, index, values[bag]),
@@ -200,12 +211,12 @@ def _pool_add(small: int) -> dict[str, Any]:
     }
 
 
-def _updates(small: int) -> dict[str, Any]:
+def _updates(size: Size) -> dict[str, Any]:
     """Against torch's own sparse optimizers where it has them, else the same rule in plain torch operations."""
-    rows, positions, rng = _rows(small)
+    rows, positions, rng = _rows(size)
     touched = np.unique(positions)
-    grads = rng.standard_normal((len(touched), 64), np.float32) * 1e-3
-    scratch, f32 = update.scratch_for(64), np.float32
+    grads = rng.standard_normal((len(touched), DIM), np.float32) * 1e-3
+    scratch, f32 = update.scratch_for(DIM), np.float32
     everything = np.arange(len(touched) + 1, dtype=np.int32)
     by_row = update.Gradients(grads, everything, everything[:-1], ONES)
     results = {}
@@ -215,7 +226,7 @@ def _updates(small: int) -> dict[str, Any]:
         "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
         "adam": lambda p: torch.optim.SparseAdam(p, 0.01),
     }
-    for name, words in (("sgd", 64), ("adagrad", 128), ("rowwise_adagrad", 65), ("adam", 192)):
+    for name, words in (("sgd", DIM), ("adagrad", 2 * DIM), ("rowwise_adagrad", DIM + 1), ("adam", 3 * DIM)):
         records = np.zeros((len(rows), words), np.float32)
         view = rows_of(records)
         rest = {
@@ -248,5 +259,28 @@ def _updates(small: int) -> dict[str, Any]:
                 return data.index_add_(0, flat, values * (-0.01 / (sums[flat].sqrt() + 1e-10))[:, None])
 
             against = "the same rule in torch operations"
-        results[f"update {name}, {len(touched):,} rows x 64"] = (against, ours, theirs)
+        results[f"update {name}, {len(touched):,} rows x {DIM}"] = (against, ours, theirs)
     return results
+
+
+def sections(results: dict[str, Any]) -> list[Section]:
+    rows = [
+        (
+            name,
+            one["against"],
+            f"{one['ms']:.2f}",
+            f"{one['iqr_ms']:.2f}",
+            f"{one['against_ms']:.2f}",
+            f"{one['speedup']:.2f}x",
+        )
+        for name, one in results.items()
+    ]
+    note = f"One thread; medians over rounds of {REPEATS} calls each in turn, the speed-up is taken within a round."
+    return [
+        Table(
+            "Kernels beside their torch equivalents",
+            ("kernel", "against", "ours ms", "IQR ms", "theirs ms", "speed-up"),
+            rows,
+            note,
+        ),
+    ]

@@ -2,7 +2,7 @@
 
 Every worker gets a network namespace of its own, joined to the others by a bridge that has one as well, so that the host's
 own network is not touched. Token buckets (`tc tbf`) on both sides of each link limit what a worker sends, and what reaches
-it. There is no delay: rate is what limits an exchange of rows.
+it. A delay is added where the kernel can (netem); rate is what limits an exchange of rows.
 
 Nothing outlives the bench: one small process, the guardian, waits on a pipe whose other end only the bench holds, and removes
 the namespaces when it closes, be it at the end, by an exception or by SIGKILL. Should the guardian be killed too, the next
@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,8 @@ class Links:
 
     addresses: of the workers, in the order of their ranks.
     rate: of each worker's link, in each direction, as `tc` writes it.
+    bridge: the namespace between them.
+    delay: from worker to worker, as `tc` writes it.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -64,10 +67,13 @@ class Links:
     interface: str = INTERFACE
     rate: str = ""
     why: str = ""
+    bridge: str = ""
+    delay: str = ""
 
     @property
     def label(self) -> str:
-        return f"{self.rate}/s links" if self.namespaces else LOOPBACK
+        delay = f" with {self.delay} delay" if self.delay else ""
+        return f"{self.rate}/s links{delay}" if self.namespaces else LOOPBACK
 
     def enter(self, rank: int) -> None:
         """Moves the calling thread, and those it starts from now on, to the worker's end; gloo will use it."""
@@ -79,23 +85,47 @@ class Links:
                 raise OSError(error, f"cannot enter the network namespace {file.name}: {os.strerror(error)}")
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
+    def change_rate(self, rate: str) -> Links:
+        """The same links at another rate, from now on. One worker (or the bench) calls it while nothing is sent."""
+        for i, name in enumerate(self.namespaces):
+            _run("tc", "-n", name, "qdisc", "change", "dev", self.interface, "root", *_bucket(rate))
+            _run("tc", "-n", self.bridge, "qdisc", "change", "dev", _port(i), "root", *_bucket(rate))
+        return dataclasses.replace(self, rate=rate)
+
+    def bytes_sent(self) -> int:
+        """What has left this worker's end so far, with all headers. Over loopback: what all programs there have sent."""
+        name = self.interface if self.namespaces else "lo"
+        for line in Path("/proc/net/dev").read_text().splitlines():
+            interface, _, counters = line.partition(":")
+            if interface.strip() == name:
+                return int(counters.split()[8])
+        raise ValueError(f"no interface {name!r} here")
+
 
 @contextlib.contextmanager
-def links(workers: int, *, rate: str = "300mbit") -> Iterator[Links]:
+def links(workers: int, *, rate: str = "300mbit", delay: str | None = None) -> Iterator[Links]:
     """Links for `run_workers(..., links=)`, removed at the end. Where they cannot be made it says so: loopback then.
 
     rate: of each worker, in each direction: "300mbit", "1gbit".
+    delay: of what one worker sends to another: "2ms". Refused where the kernel has no netem.
     """
     if workers < 1 or workers > 250:
         raise ValueError(f"links: workers must be from 1 to 250, got {workers}")
     bits_per_second(rate)
+    if delay is not None and re.fullmatch(r"\d+(\.\d+)?ms", delay) is None:
+        raise ValueError(f"links: delay {delay!r}; write a number of milliseconds, as in '2ms'")
     why = _missing()
     if not why:
         remove_leftovers()
-        *names, bridge = (f"nestpipe-{os.getpid()}-{next(_numbers)}" for _ in range(workers + 1))
+        if delay is not None and not has_netem():
+            raise ValueError(
+                f"links: this kernel has no netem (sch_netem), so there is no delay of {delay}; leave delay out, or load "
+                f"the module"
+            )
+        *names, bridge = _names(workers + 1)
         with _removed_at_the_end([*names, bridge]):
             try:
-                made = _make(names, bridge, rate)
+                made = _make(names, bridge, rate, delay or "")
             except subprocess.CalledProcessError as error:
                 why = f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}"
             else:
@@ -137,6 +167,18 @@ def bits_per_second(rate: str) -> float:
     raise ValueError(f"links: rate {rate!r}; write a number and one of {', '.join(_UNITS)}, as in '300mbit'")
 
 
+def has_netem() -> bool:
+    """Whether the kernel can delay packets. Root asks, in a namespace of its own."""
+    (name,) = _names(1)
+    with _removed_at_the_end([name]):
+        _run("ip", "netns", "add", name)
+        try:
+            _run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+        except subprocess.CalledProcessError:
+            return False
+    return True
+
+
 def remove_leftovers() -> list[str]:
     """Removes the namespaces of benches that are dead; their names."""
     dead = []
@@ -172,15 +214,18 @@ def _removed_at_the_end(names: Sequence[str]) -> Iterator[None]:
         guardian.wait()
 
 
-def _make(names: Sequence[str], bridge: str, rate: str) -> Links:
-    burst = max(PACKET + 4096, int(bits_per_second(rate) / 8 * BURST_SECONDS))
-    limit = ("root", "tbf", "rate", rate, "burst", str(burst), "limit", QUEUE)
+def _names(count: int) -> list[str]:
+    return [f"nestpipe-{os.getpid()}-{next(_numbers)}" for _ in range(count)]
+
+
+def _make(names: Sequence[str], bridge: str, rate: str, delay: str) -> Links:
+    limit = ("root", "handle", "1:", *_bucket(rate))
     _run("ip", "netns", "add", bridge)
     _run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", bridge, "link", "set", "bridge", "up")
     addresses = []
     for i, name in enumerate(names):
-        port, address = f"worker{i}", f"10.0.0.{i + 1}"
+        port, address = _port(i), f"10.0.0.{i + 1}"
         _run("ip", "netns", "add", name)
         _run("ip", "-n", bridge, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
         _run("ip", "-n", bridge, "link", "set", port, "master", "bridge", "up")
@@ -189,8 +234,20 @@ def _make(names: Sequence[str], bridge: str, rate: str) -> Links:
         _run("ip", "-n", name, "link", "set", INTERFACE, "gso_max_size", str(PACKET), "up")
         _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *limit)
         _run("tc", "-n", bridge, "qdisc", "add", "dev", port, *limit)
+        if delay:  # on the way out only; it holds a second of packets, of the smallest ones too
+            hold = ("parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", "1000000")
+            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *hold)
         addresses.append(address)
-    return Links(tuple(names), tuple(addresses), INTERFACE, rate)
+    return Links(tuple(names), tuple(addresses), INTERFACE, rate, bridge=bridge, delay=delay)
+
+
+def _bucket(rate: str) -> tuple[str, ...]:
+    burst = max(PACKET + 4096, int(bits_per_second(rate) / 8 * BURST_SECONDS))
+    return "tbf", "rate", rate, "burst", str(burst), "limit", QUEUE
+
+
+def _port(worker: int) -> str:
+    return f"worker{worker}"
 
 
 def _run(*command: str) -> None:

@@ -25,16 +25,23 @@ import torch.distributed as dist
 from torch import nn
 
 from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.bench import sections as section
+from nestpipe.bench.contestants import Contestant, Way, alternate, load_everything
+from nestpipe.bench.figures import COLUMNS, EXPLAINED, Figures, Rounds, bars, cells, verdict
+from nestpipe.bench.progress import tell
+from nestpipe.bench.sections import Section
 from nestpipe.bench.workers import run_workers
 from nestpipe.kernels.keys import NUM_SHARDS, shards
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.store.disk import DiskStore
 from nestpipe.tables import Feature, Table
-from nestpipe.trace import RankSummary, summary
+from nestpipe.trace import RankTrace, summary
 from nestpipe.trainer import Trainer
 
 LOOKUP = ("RETRIEVE", "WRITEBACK", "SYNC")
-WIDTH = 256
+DIM, WIDTH = 64, 256
+WAYS = (Way("serial"), Way("dbp"))
+WORKLOADS = {"compute longer than lookup": 2.0, "lookup longer than compute": 0.1}  # compute, of a serial step's lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +62,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     size = QUICK if quick else FULL
     folder = tempfile.mkdtemp(prefix="nestpipe-bench-", dir=".")
     try:
-        return run_workers(_measure, dataclasses.asdict(size), folder, workers=2)
+        return run_workers(_measure, size, folder, workers=2)
     finally:
         shutil.rmtree(folder)
 
@@ -64,7 +71,7 @@ class Deep(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first = nn.Linear(64, WIDTH)
+        self.first = nn.Linear(DIM, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.last = nn.Linear(WIDTH, 1)
 
@@ -75,149 +82,134 @@ class Deep(nn.Module):
         return Output((self.last(x)[:, 0] - batch.labels) ** 2)
 
 
-class Contestant:
-    """A trainer over a table that is full from the start."""
+class OnDisk(Contestant):
+    """One over a table on disk that is full from the start, trained on uniform keys."""
 
-    def __init__(self, schedule: str, size: Size, layers: int, folder: Path) -> None:
-        table = Table("item", 64, optimizer=RowwiseAdagrad(lr=0.01), tier="disk", memory=size.memory)
-        features = [Feature("keys", "item", "sum")]
+    def __init__(self, way: Way, size: Size, layers: int, folder: Path) -> None:
         self.size = size
-        self.trainer = Trainer(
-            Deep(layers),
-            [table],
-            features,
-            dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
-            schedule=schedule,
-            storage=folder / f"{schedule}-{layers}",
-            record=True,
-        )
-        self.store = self.trainer._ops.stores[0]
-        assert isinstance(self.store, DiskStore)
-        self._fill(self.store)
-        self._rng = np.random.default_rng(self.trainer.rank)
+        rng = np.random.default_rng(dist.get_rank())
 
-    def _fill(self, store: DiskStore) -> None:
-        for start in range(0, self.size.rows, 1 << 16):
-            keys = np.arange(start, min(start + (1 << 16), self.size.rows))
-            keys = keys[shards(keys) * self.trainer.world // NUM_SHARDS == self.trainer.rank]
-            rows = (
-                np.random.default_rng(start).standard_normal((len(keys), store.record_words)).astype(np.float32) * 0.1
+        def make() -> Trainer:
+            trainer = Trainer(
+                Deep(layers),
+                [Table("item", DIM, optimizer=RowwiseAdagrad(lr=0.01), tier="disk", memory=size.memory)],
+                [Feature("keys", "item", "sum")],
+                dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
+                schedule=way.schedule,
+                storage=folder / f"{way.schedule}-{layers}",
+                record=True,
             )
-            rows[:, -1] = 1.0  # the optimizer's sum of squares
-            store.put(keys, rows)
+            _fill(trainer, size.rows)
+            return trainer
 
-    def batches(self, steps: int) -> Iterator[Batch]:
-        size = self.size
-        for _ in range(steps):
-            keys = torch.from_numpy(self._rng.integers(0, size.rows, size.samples * size.keys))
-            lengths = torch.full((size.samples,), size.keys)
-            yield Batch({"keys": Jagged.from_lengths(keys, lengths)}, {}, torch.randn(size.samples))
+        def batches(steps: int) -> Iterator[Batch]:
+            for _ in range(steps):
+                keys = torch.from_numpy(rng.integers(0, size.rows, size.samples * size.keys))
+                lengths = torch.full((size.samples,), size.keys)
+                yield Batch({"keys": Jagged.from_lengths(keys, lengths)}, {}, torch.randn(size.samples))
 
-    def block(self) -> RankSummary:
-        """One block of steps; what its middle looked like on this rank."""
-        self.trainer.fit(self.batches(self.size.steps), steps=self.size.steps)
-        trace = self.trainer._engine.recorded(rank=self.trainer.rank, world=self.trainer.world, clear=True)
-        return summary([trace])[0]
+        super().__init__(way, make, batches, warm_up=size.steps)
 
-
-def figures(one: RankSummary) -> dict[str, float]:
-    """Milliseconds per step of this rank."""
-    ops = {time.op: time for time in one.ops}
-    lookup = sum(ops[name].ms for name in LOOKUP)
-    exposed = sum(ops[name].exposed_ms for name in LOOKUP)
-    lanes = {lane.lane: lane.busy_ms for lane in one.lanes}
-    return {
-        "step": one.mean_step_ms,
-        "lookup": lookup,
-        "exposed": exposed,
-        "sync": ops["SYNC"].ms,
-        "compute": ops["FWD"].ms + ops["BWD"].ms,
-        "busiest": max(lanes.values()),
-        **{f"lane {lane}": busy for lane, busy in lanes.items()},
-    }
+    def figures(self, trace: RankTrace) -> Figures:
+        one = summary([trace])[0]
+        ops = {time.op: time for time in one.ops}
+        return {
+            **super().figures(trace),
+            "lookup": sum(ops[name].ms for name in LOOKUP),
+            "exposed lookup": sum(ops[name].exposed_ms for name in LOOKUP),
+            "sync": ops["SYNC"].ms,
+            "store lane": sum(lane.busy_ms for lane in one.lanes if lane.lane == "store"),
+        }
 
 
-def _measure(size_values: dict[str, Any], folder: str) -> dict[str, Any]:
-    size = Size(**size_values)
-    layers = _layers(size, Path(folder))
+def _fill(trainer: Trainer, rows: int) -> None:
+    (store,) = trainer._ops.stores
+    assert isinstance(store, DiskStore)
+    for start in range(0, rows, 1 << 16):
+        keys = np.arange(start, min(start + (1 << 16), rows))
+        keys = keys[shards(keys) * trainer.world // NUM_SHARDS == trainer.rank]
+        values = np.random.default_rng(start).standard_normal((len(keys), store.record_words)).astype(np.float32) * 0.1
+        values[:, -1] = 1.0  # the optimizer's sum of squares
+        store.put(keys, values)
+
+
+def _measure(size: Size, folder: str) -> dict[str, Any]:
+    load_everything()
     results = {}
-    for name, depth in (("compute longer than lookup", layers[0]), ("lookup longer than compute", layers[1])):
-        contestants = {s: Contestant(s, size, depth, Path(folder)) for s in ("serial", "dbp")}
-        rounds: dict[str, list[dict[str, float]]] = {s: [] for s in contestants}
-        for contestant in contestants.values():
-            contestant.block()  # kernels compiled, hot sets filled
-        for turn in range(size.rounds):
-            order = list(contestants) if turn % 2 == 0 else list(reversed(contestants))
-            for schedule in order:
-                dist.barrier()
-                rounds[schedule].append(_worst(figures(contestants[schedule].block())))
-        results[name] = {"layers": depth, "rows": size.rows, **_verdict(rounds), **_disk(contestants)}
-        for contestant in contestants.values():
-            contestant.trainer.close()
+    for name, layers in _depths(size, Path(folder)).items():
+        contestants = [OnDisk(way, size, layers, Path(folder)) for way in WAYS]
+        rounds = alternate(contestants, rounds=size.rounds, steps=size.steps, what=f"overlap: {name}")
+        results[name] = {"layers": layers, "rows": size.rows, **_verdict(rounds), **_disk(contestants[-1])}
+        for one in contestants:
+            one.trainer.close()
     return results
 
 
-def _layers(size: Size, folder: Path) -> tuple[int, int]:
-    """Depths that make compute 2 times, and a tenth of, the lookup of a serial step."""
-    few, many = (Contestant("serial", size, layers, folder) for layers in (1, 9))
-    for contestant in (few, many):
-        contestant.block()
-    a, b = (_worst(figures(contestant.block())) for contestant in (few, many))
-    for contestant in (few, many):
-        contestant.trainer.close()
+def _depths(size: Size, folder: Path) -> dict[str, int]:
+    """Layers that make compute as long as the workloads say; from figures of all ranks, so the same on all."""
+    tell("overlap: how deep a model must be")
+    few, many = (OnDisk(WAYS[0], size, layers, folder) for layers in (1, 9))
+    a, b = (one.block(size.steps) for one in (few, many))
+    for one in (few, many):
+        one.trainer.close()
     per_layer = max(1e-3, (b["compute"] - a["compute"]) / 8)
-    # Computed from figures of all ranks, so it is the same on all.
-    return max(2, round(2.0 * a["lookup"] / per_layer)), max(1, round(0.1 * a["lookup"] / per_layer))
+    return {name: max(1, round(share * a["lookup"] / per_layer)) for name, share in WORKLOADS.items()}
 
 
-def _worst(mine: dict[str, float]) -> dict[str, float]:
-    """The largest over ranks, figure by figure."""
-    values = torch.tensor(list(mine.values()), dtype=torch.float64)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return dict(zip(mine, values.tolist(), strict=True))
-
-
-def _verdict(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def _verdict(rounds: Rounds) -> dict[str, Any]:
     """Medians over rounds; ratios are taken within a round."""
     pairs = list(zip(rounds["serial"], rounds["dbp"], strict=True))
-    hidden = [1 - dbp["exposed"] / serial["lookup"] for serial, dbp in pairs]
-    medians = {s: {key: statistics.median(one[key] for one in many) for key in many[0]} for s, many in rounds.items()}
+    hidden = [1 - dbp["exposed lookup"] / serial["lookup"] for serial, dbp in pairs]
     return {
         "hidden": statistics.median(hidden),
         "hidden_rounds": hidden,
-        "step_over_longest_lane": statistics.median(dbp["step"] / dbp["busiest"] for _, dbp in pairs),
-        "step_over_store_lane": statistics.median(dbp["step"] / dbp["lane store"] for _, dbp in pairs),
-        "speedup": statistics.median(serial["step"] / dbp["step"] for serial, dbp in pairs),
-        "ms": medians,
+        "step_over_store_lane": statistics.median(dbp["step"] / dbp["store lane"] for _, dbp in pairs),
+        "ms": verdict(rounds),
+        "rounds": rounds,
     }
 
 
-def _disk(contestants: dict[str, Contestant]) -> dict[str, Any]:
-    stats = contestants["dbp"].trainer.table_stats()["item"]
-    file = contestants["dbp"].store.file  # type: ignore[union-attr]
+def _disk(contestant: Contestant) -> dict[str, Any]:
+    (store,) = contestant.trainer._ops.stores
+    assert isinstance(store, DiskStore)
+    stats = contestant.trainer.table_stats()["item"]
     return {
-        "direct": file.direct,
+        "direct": store.file.direct,
         "file_mb": stats.file_bytes / 1e6,
         "read_from_disk": stats.reads / max(1, stats.reads + stats.hits),
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    lines = [
-        "| workload | schedule | step ms | compute lane | store lane | lookup ms | exposed ms | hidden | step / longest lane |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def sections(results: dict[str, Any]) -> list[Section]:
+    columns = (
+        "workload", "schedule", *COLUMNS, "compute lane ms", "store lane ms", "lookup ms", "lookup hidden",
+        "step / longest lane", "step / store lane",
+    )  # fmt: skip
+    rows = []
     for name, one in results.items():
         for schedule, ms in one["ms"].items():
-            hidden, ratio = "0%", ""
-            if schedule == "dbp":
-                hidden, ratio = f"{one['hidden']:.1%}", f"{one['step_over_longest_lane']:.3f}"
-            lines.append(
-                f"| {name} | {schedule} | {ms['step']:.1f} | {ms['lane compute']:.1f} | {ms.get('lane store', 0):.1f} "
-                f"| {ms['lookup']:.1f} | {ms['exposed']:.1f} | {hidden} | {ratio} |"
+            serial = schedule == "serial"
+            rows.append(
+                (
+                    name,
+                    schedule,
+                    *cells(ms),
+                    f"{ms['compute lane']:.1f}",
+                    f"{ms['store lane']:.1f}",
+                    f"{ms['lookup']:.1f}",
+                    "0%" if serial else f"{one['hidden']:.1%}",
+                    f"{ms['step over longest lane']:.3f}",
+                    "" if serial else f"{one['step_over_store_lane']:.3f}",
+                )
             )
-        lines.append(
-            f"| | dbp / serial | {one['speedup']:.2f}x faster | | | | | {one['read_from_disk']:.0%} of rows read from disk "
-            f"| store lane: {one['step_over_store_lane']:.3f} |"
-        )
-    return "\n".join(lines)
+    told = [
+        f"{name}: {one['layers']} layers, {one['rows']:,} rows in a file of {one['file_mb']:,.0f} MB, "
+        f"{one['read_from_disk']:.0%} of rows read from it{'' if one['direct'] else ' (through the page cache)'}"
+        for name, one in results.items()
+    ]
+    note = (
+        f"2 workers, real disk, real compute on the CPU. {'; '.join(told)}. Lookup is {', '.join(LOOKUP)}; "
+        f"with dbp the paper hid 98.7% of it at 1,536 workers. {EXPLAINED}"
+    )
+    charts = [bars(f"A step on disk: {name}", one["ms"], "Real disk, real compute.") for name, one in results.items()]
+    return [section.Table("Lookups from disk, hidden", columns, rows, note), *charts]

@@ -1,4 +1,5 @@
-"""What reading costs training: a compute loop beside the reading of its batches, in a thread and in a process.
+"""`nestpipe bench reading`: what reading costs training, by a compute loop beside the reading of its batches, in a
+thread and in a process.
 
 A thread that runs Python code and the compute loop share one GIL. Torch gives it away at every operation and must ask
 for it again; a thread that holds it may keep it for a switch interval (5 ms, unless set), each time. So the cost of
@@ -7,6 +8,7 @@ reading depends on how much of it holds the GIL, which this measures.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import statistics
@@ -22,12 +24,30 @@ import torch
 from torch import nn
 
 from nestpipe.batch import Batch, Jagged
+from nestpipe.bench.alternate import spread
+from nestpipe.bench.progress import tell
+from nestpipe.bench.sections import Section, Table
 from nestpipe.data import Criteo, Dataset, SyntheticClicks, SyntheticSequences
 from nestpipe.data.reader import in_process
 from nestpipe.engine.loader import Loader
 
 SHORT_INTERVAL = 0.0005  # seconds
-SETTLE = 4  # steps until a loader that stood still, with a full queue, reads as fast as it is asked to
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """settle: steps until a loader that stood still, with a full queue, reads as fast as it is asked to."""
+
+    samples: int  # of a batch; of Python lists a quarter
+    lines: int  # of the text file
+    layers: int
+    rounds: int
+    steps: int
+    settle: int
+
+
+FULL = Size(samples=1024, lines=40_000, layers=48, rounds=15, steps=10, settle=4)
+QUICK = Size(samples=64, lines=2_000, layers=4, rounds=1, steps=1, settle=1)
 
 
 class PythonLists:
@@ -56,54 +76,60 @@ def forever(data: Dataset, batch_size: int) -> Iterator[Batch]:
 
 def run(*, quick: bool) -> dict[str, Any]:
     """By data set: ms to read a batch, and by way of reading the ms of a step and its ratio to a step without reading."""
+    size = QUICK if quick else FULL
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return {
-                name: _one(data, batch_size, quick=quick)
-                for name, (data, batch_size) in _data_sets(Path(folder), quick=quick).items()
-            }
+            results = {}
+            for name, (data, batch_size) in _data_sets(Path(folder), size).items():
+                tell(f"reading: {name}")
+                results[f"{name}, {batch_size:,}"] = _one(data, batch_size, size)
+            return results
     finally:
         torch.set_num_threads(threads)
 
 
-def table(results: dict[str, Any]) -> str:
+def sections(results: dict[str, Any]) -> list[Section]:
     names = list(next(iter(results.values()))["ways"])
-    lines = [
-        f"| data | read ms | {names[0]} ms | " + " | ".join(f"{name} ms (x alone)" for name in names[1:]) + " |",
-        "| --- " * (2 + len(names)) + "|",
-    ]
+    rows = []
     for name, one in results.items():
         ways = one["ways"]
         cells = [f"{ways[way]['ms']:.1f} ({ways[way]['ratio']:.2f}x)" for way in names[1:]]
-        lines.append(f"| {name} | {one['read_ms']:.1f} | {ways[names[0]]['ms']:.1f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(
+            (name, f"{one['read_ms']:.1f}", f"{ways[names[0]]['ms']:.1f} ± {ways[names[0]]['iqr_ms']:.1f}", *cells)
+        )
+    columns = (
+        "data, samples of a batch",
+        "read ms",
+        f"{names[0]} ms ± IQR",
+        *(f"{name} ms (x {names[0]})" for name in names[1:]),
+    )
+    note = "A step of compute without reading (alone), and with the reading of its batches beside it, on one thread."
+    return [Table("What reading costs training", columns, rows, note)]
 
 
-def _data_sets(folder: Path, *, quick: bool) -> dict[str, tuple[Any, int]]:
-    path, lines = folder / "criteo.tsv", 2_000 if quick else 40_000
+def _data_sets(folder: Path, size: Size) -> dict[str, tuple[Any, int]]:
+    path = folder / "criteo.tsv"
     draw = random.Random(0)
     row = "\t".join(["{}"] + ["{}"] * 13 + ["{:08x}"] * 26) + "\n"
     with path.open("w") as file:
-        for _ in range(lines):
+        for _ in range(size.lines):
             numbers = [draw.randrange(1000) for _ in range(13)]
             file.write(row.format(draw.randrange(2), *numbers, *(draw.randrange(1 << 32) for _ in range(26))))
-    scale = 16 if quick else 1
     return {
-        "synthetic_sequences, 1,024": (SyntheticSequences(), 1024 // scale),
-        "synthetic_clicks, 8 x 10 keys, 1,024": (SyntheticClicks(), 1024 // scale),
-        "criteo text, 1,024": (Criteo(path=str(path), shuffle_buffer=lines // 4), 1024 // scale),
-        "Python lists, 4 x 5 keys, 256": (PythonLists(), 256 // scale),
+        "synthetic_sequences": (SyntheticSequences(), size.samples),
+        "synthetic_clicks, 8 x 10 keys": (SyntheticClicks(), size.samples),
+        "criteo text": (Criteo(path=str(path), shuffle_buffer=size.lines // 4), size.samples),
+        "Python lists, 4 x 5 keys": (PythonLists(), size.samples // 4),
     }
 
 
-def _one(data: Dataset, batch_size: int, *, quick: bool) -> dict[str, Any]:
-    rounds, steps, settle = (1, 1, 1) if quick else (15, 10, SETTLE)
+def _one(data: Dataset, batch_size: int, size: Size) -> dict[str, Any]:
     kept = list(itertools.islice(forever(data, batch_size), 8))
-    read_ms = _read_ms(data, batch_size, count=4 * steps)
+    read_ms = _read_ms(data, batch_size, count=4 * size.steps)
     again = itertools.cycle(kept)
-    compute = _compute_loop(num_layers=4 if quick else 48)
+    compute = _compute_loop(num_layers=size.layers)
     loaders: list[Loader] = []
 
     def beside(batches: Iterator[Batch], interval: float | None = None) -> Callable[[], None]:
@@ -128,29 +154,28 @@ def _one(data: Dataset, batch_size: int, *, quick: bool) -> dict[str, Any]:
                 "thread, 0.5 ms switch interval": beside(forever(data, batch_size), SHORT_INTERVAL),
                 "process": beside(reader),
             }
-            return {"read_ms": read_ms, "ways": _alternate(ways, rounds=rounds, steps=steps, settle=settle)}
+            return {"read_ms": read_ms, "ways": _alternate(ways, size)}
         finally:
             for loader in loaders:
                 loader.close()
 
 
-def _alternate(
-    ways: dict[str, Callable[[], None]], *, rounds: int, steps: int, settle: int
-) -> dict[str, dict[str, float]]:
+def _alternate(ways: dict[str, Callable[[], None]], size: Size) -> dict[str, dict[str, float]]:
     """Medians over rounds of the mean step, and of its ratio to the first way in the same round."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    for _ in range(size.rounds):
         for name, step in ways.items():
-            for _ in range(settle):
+            for _ in range(size.settle):
                 step()
             begin = _own_seconds()
-            for _ in range(steps):
+            for _ in range(size.steps):
                 step()
-            times[name].append(1e3 * (_own_seconds() - begin) / steps)
+            times[name].append(1e3 * (_own_seconds() - begin) / size.steps)
     alone = next(iter(times.values()))
     return {
         name: {
             "ms": statistics.median(log),
+            "iqr_ms": spread(log),
             "ratio": statistics.median(one / other for one, other in zip(log, alone, strict=True)),
         }
         for name, log in times.items()
@@ -198,7 +223,3 @@ def _compute_loop(*, num_layers: int) -> Callable[[], None]:
         optimizer.step()
 
     return step
-
-
-if __name__ == "__main__":
-    print(table(run(quick="--quick" in sys.argv)))

@@ -28,6 +28,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.bench import memory
+from nestpipe.bench import sections as section
+from nestpipe.bench.progress import tell
+from nestpipe.bench.sections import Section
 from nestpipe.bench.workers import run_workers
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.tables import Feature, Table, Uniform, num_bytes
@@ -55,6 +59,7 @@ QUICK = Size(rows=520_000, memory="64MB", new_keys=10_000, keys=1_000, steps=20)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
+    tell("storage: key-value stores")
     return {"key_value": _compare(quick=quick), "large": [_large(workers, quick=quick) for workers in (1, 2)]}
 
 
@@ -103,6 +108,7 @@ class Linear(nn.Module):
 
 
 def _large(workers: int, *, quick: bool) -> dict[str, Any]:
+    tell(f"storage: a table larger than memory, {workers} workers")
     folder = tempfile.mkdtemp(prefix="nestpipe-bench-", dir=".")
     try:
         return run_workers(_train, dataclasses.asdict(QUICK if quick else FULL), folder, workers=workers)
@@ -113,17 +119,20 @@ def _large(workers: int, *, quick: bool) -> dict[str, Any]:
 def _train(size_values: dict[str, Any], folder: str) -> dict[str, Any]:
     size = Size(**size_values)
     _warm_up(Path(folder))
-    before = _reset_peak()
+    gc.collect()
+    memory.forget_peak()
+    time.sleep(0.1)
+    before = memory.resident()
     trainer = _trainer(size.memory, Path(folder))
     try:
         born = trainer.fit(_new_keys(trainer, size))
-        peaks = [_peak() - before]
+        peaks = [memory.highest() - before]
         at_birth = trainer.table_stats()["item"]
         # Untimed until all rows of the beginning have left memory: these are neighbours in the file, unlike later ones.
         trainer.fit(_uniform(trainer, size, seed=0), steps=int(1.2 * at_birth.hot_rows / size.keys))
         reading = trainer.table_stats()["item"]
         trained = trainer.fit(_uniform(trainer, size, seed=1), steps=size.steps)
-        peaks.append(_peak() - before)
+        peaks.append(memory.highest() - before)
         stats = trainer.table_stats()["item"]
     finally:
         trainer.close()
@@ -149,9 +158,9 @@ def _train(size_values: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-def _trainer(memory: str, folder: Path) -> Trainer:
+def _trainer(budget: str, folder: Path) -> Trainer:
     init = Uniform()  # a twentieth of the CPU time of Normal: this is about the disk
-    table = Table("item", 64, optimizer=RowwiseAdagrad(lr=0.01), init=init, tier="disk", memory=memory)
+    table = Table("item", 64, optimizer=RowwiseAdagrad(lr=0.01), init=init, tier="disk", memory=budget)
     return Trainer(
         Linear(),
         [table],
@@ -189,52 +198,46 @@ def _batch(keys: np.ndarray) -> Batch:
     return Batch({"keys": Jagged.from_lengths(torch.from_numpy(keys), lengths)}, {}, torch.ones(samples))
 
 
-def _reset_peak() -> int:
-    """Forgets the peak of this process's resident set so far; what it is now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    time.sleep(0.1)
-    return _status("VmRSS")
+# -- the result --------------------------------------------------------------------------------------------------------
 
 
-def _peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
-# -- the result as text ------------------------------------------------------------------------------------------------
-
-
-def table(results: dict[str, Any]) -> str:
-    size, stores = results["key_value"]["size"], results["key_value"]["stores"]
-    lines = [
+def sections(results: dict[str, Any]) -> list[Section]:
+    size = results["key_value"]["size"]
+    stores = section.Table(
+        "The disk tier beside key-value stores",
+        ("store", "read rows/s", "write-back rows/s", "both rows/s", "CPU ms per batch", "compute beside it"),
+        [
+            (
+                name,
+                f"{one['read']:,.0f}",
+                f"{one['write']:,.0f}",
+                f"{one['both']:,.0f}",
+                f"{one['cpu_ms']:.0f}",
+                f"{one['compute']:.0%}",
+            )
+            for name, one in results["key_value"]["stores"].items()
+        ],
         f"{size['rows']:,} rows x 64 with row-wise Adagrad state, {size['memory']} of memory each, batches of {size['keys']:,} "
-        "uniform keys:",
-        "",
-        "| store | read rows/s | write-back rows/s | both rows/s | CPU ms per batch | compute beside it |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, one in stores.items():
-        lines.append(
-            f"| {name} | {one['read']:,.0f} | {one['write']:,.0f} | {one['both']:,.0f} | {one['cpu_ms']:.0f} "
-            f"| {one['compute']:.0%} |"
-        )
-    lines += [
-        "",
-        "| workers | rows | file GB | budget MB a worker | peak MB, rows born / trained | peak / budget | rows born/s "
-        "| steps/s | rows/s | read from disk |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for one in results["large"]:
-        peaks = " / ".join(f"{peak / 1e6:,.0f}" for peak in one["peak_bytes"])
-        training = one["training"]
-        lines.append(
-            f"| {one['workers']} | {one['rows']:,} | {one['file_bytes'] / 1e9:.2f} | {one['budget_bytes'] / 1e6:,.0f} | {peaks} "
-            f"| {one['peak_over_budget']:.3f} | {one['birth']['rows_per_second']:,.0f} | {training['steps_per_second']:.2f} "
-            f"| {training['rows_per_second']:,.0f} | {training['read_from_disk']:.0%} |"
-        )
-    return "\n".join(lines)
+        "uniform keys.",
+    )
+    columns = (
+        "workers", "rows", "file GB", "budget MB a worker", "peak MB, rows born / trained", "peak / budget", "rows born/s",
+        "steps/s", "rows/s", "read from disk",
+    )  # fmt: skip
+    return [stores, section.Table("A table larger than memory", columns, [_large_row(one) for one in results["large"]])]
+
+
+def _large_row(one: dict[str, Any]) -> tuple[str, ...]:
+    training = one["training"]
+    return (
+        str(one["workers"]),
+        f"{one['rows']:,}",
+        f"{one['file_bytes'] / 1e9:.2f}",
+        f"{one['budget_bytes'] / 1e6:,.0f}",
+        " / ".join(f"{peak / 1e6:,.0f}" for peak in one["peak_bytes"]),
+        f"{one['peak_over_budget']:.3f}",
+        f"{one['birth']['rows_per_second']:,.0f}",
+        f"{training['steps_per_second']:.2f}",
+        f"{training['rows_per_second']:,.0f}",
+        f"{training['read_from_disk']:.0%}",
+    )

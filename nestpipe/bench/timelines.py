@@ -1,6 +1,6 @@
 """`nestpipe bench timelines`: each schedule as a picture of a few steps, made by the trace.
 
-The paper's mix of lookup, communication and compute on two workers, all of it emulated (see ablation.py, part mix), with few
+The paper's mix of lookup, communication and compute on two workers, all of it emulated (see mix.py), with few
 micro-batches so that they can be told apart. The pictures and timelines are in runs/timelines/SCHEDULE; docs/schedules.md
 shows them.
 """
@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe import trace
-from nestpipe.bench.ablation import Mix, mix_contestants
-from nestpipe.bench.contestants import Way, figures, largest
+from nestpipe.bench import emulated
+from nestpipe.bench.contestants import Way
+from nestpipe.bench.figures import bars, figures, largest
+from nestpipe.bench.mix import Mix, mix_contestants
+from nestpipe.bench.progress import tell
+from nestpipe.bench.sections import Section, Table
 from nestpipe.bench.workers import run_workers
 
 FOLDER = Path("runs/timelines")
@@ -38,23 +42,27 @@ def _ways() -> list[Way]:
 
 def _record(size: Mix, folder: str) -> dict[str, Any]:
     results = {}
-    for one in mix_contestants(size, _ways()):
-        one.trainer._engine.recorded(rank=0, world=1, clear=True)
+    contestants, _ = mix_contestants(size, _ways())
+    for one in contestants:
+        tell(f"timelines: {one.way.name}")
         one.train(size.steps)
         one.trainer.save_trace(Path(folder, one.way.schedule))
-        recorded = one.trainer._engine.recorded(rank=one.trainer.rank, world=one.trainer.world)
-        results[one.way.schedule] = largest(figures(recorded))
+        results[one.way.schedule] = largest(figures(one.recorded()))
     return results
 
 
-def table(results: dict[str, Any]) -> str:
-    lines = [
-        "| schedule | step ms | exposed lookup ms | exposed communication ms | compute ms | picture |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, one in results.items():
-        lines.append(
-            f"| {name} | {one['step']:.0f} | {one['exposed lookup']:.0f} | {one['exposed communication']:.0f} "
-            f"| {one['compute']:.0f} | {FOLDER / name}/trace.png |"
+def sections(results: dict[str, Any]) -> list[Section]:
+    note = f"The paper's mix on 2 workers, all of it on an {emulated.LABEL}."
+    rows = [
+        (
+            name,
+            f"{one['step']:.0f} ± {one['iqr']:.0f}",
+            f"{one['exposed lookup']:.0f}",
+            f"{one['exposed communication']:.0f}",
+            f"{one['compute']:.0f}",
+            f"{FOLDER / name}/trace.png",
         )
-    return "\n".join(lines)
+        for name, one in results.items()
+    ]
+    columns = ("schedule", "step ms ± IQR", "exposed lookup ms", "exposed communication ms", "compute ms", "picture")
+    return [Table("Timelines", columns, rows, note), bars("A step of the pictures", results, note)]

@@ -1,21 +1,31 @@
-"""Worker processes of a measurement on one machine: gloo, fixed thread counts, the same allocator for all."""
+"""Worker processes of a measurement on one machine: gloo, fixed thread counts, the same allocator for all.
+
+They leave nothing behind, however the bench ends: there is no file (workers meet and report through pipes and a socket), and
+each worker is killed when the process that started it is gone.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
+import multiprocessing
 import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from nestpipe.bench.links import Links
 from nestpipe.process import keep_large_blocks
+
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 def run_workers(
@@ -40,15 +50,52 @@ def run_workers(
     if workers < 1:
         raise ValueError(f"run_workers: workers must be at least 1, got {workers}")
     threads = threads or max(1, (os.cpu_count() or 1) // workers)
-    settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)  # read when a worker first loads OpenMP, so it must be there before it starts
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
     try:
-        with tempfile.TemporaryDirectory(prefix="nestpipe-bench-") as folder:
-            torch.multiprocessing.spawn(
-                _worker, (work, args, workers, threads, keep_blocks, timeout, folder, links), nprocs=workers
-            )
-            return json.loads(Path(folder, "result.json").read_text())
+        with _environment(threads):
+            for rank in range(workers):
+                ours, theirs = context.Pipe()
+                start = _Start(os.getpid(), rank, workers, threads, keep_blocks, timeout, links or Links())
+                processes.append(context.Process(target=_worker, args=(theirs, start, work, args)))
+                processes[-1].start()
+                theirs.close()
+                pipes.append(ours)
+        return json.loads(_results(pipes)[0])
+    finally:
+        for process in processes:
+            process.kill()  # those that are done have left already
+            process.join()
+
+
+def end_with(parent: int) -> None:
+    """From now on this process is killed when `parent`, the process that started it, is gone. (On Linux only.)"""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it went before we asked
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Start:
+    """What a worker is told."""
+
+    def __init__(
+        self, parent: int, rank: int, workers: int, threads: int, keep_blocks: bool, timeout: float, links: Links
+    ) -> None:
+        self.parent, self.rank, self.workers, self.links = parent, rank, workers, links
+        self.threads, self.keep_blocks, self.timeout = threads, keep_blocks, timeout
+
+
+@contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """A worker reads these when it first loads OpenMP and torch, so they must be there before it starts."""
+    settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
+    # Else torch warns, at every connection, that a network namespace has nobody to ask for the names of hosts.
+    settings["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
     finally:
         for name, value in before.items():
             if value is None:
@@ -57,33 +104,53 @@ def run_workers(
                 os.environ[name] = value
 
 
-def _worker(
-    rank: int,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
-    workers: int,
-    threads: int,
-    keep_blocks: bool,
-    timeout: float,
-    folder: str,
-    links: Links | None,
-) -> None:
-    if links is not None:
-        links.enter(rank)  # before there are other threads: they stay where they are
-    if keep_blocks:
-        keep_large_blocks()
-    torch.set_num_threads(threads)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=workers,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+def _results(pipes: list[Connection]) -> dict[int, str]:
+    """What each worker returned, as JSON; raises what the first to fail says."""
+    results: dict[int, str] = {}
+    while len(results) < len(pipes):
+        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
+            try:
+                what, value = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"worker {rank} was killed, or ended without a word") from None
+            if what == "meet at":
+                for other in pipes[1:]:
+                    other.send(value)
+            elif what == "failed":
+                raise RuntimeError(f"worker {rank} failed:\n{value}")
+            else:
+                results[rank] = value
+    return results
+
+
+def _worker(pipe: Connection, start: _Start, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    end_with(start.parent)
     try:
-        result = work(*args)
-        if rank == 0:
-            Path(folder, "result.json").write_text(json.dumps(result))
+        pipe.send(("result", _work(pipe, start, work, args)))
+    except KeyboardInterrupt:
+        pass  # of the terminal: the bench has it as well
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def _work(pipe: Connection, start: _Start, work: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    start.links.enter(start.rank)  # before there are other threads: they stay where they are
+    if start.keep_blocks:
+        keep_large_blocks()
+    torch.set_num_threads(start.threads)
+    timeout = datetime.timedelta(seconds=start.timeout)
+    address = start.links.addresses[0] if start.links.addresses else "127.0.0.1"
+    if start.rank == 0:
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        pipe.send(("meet at", store.port))
+    else:
+        store = dist.TCPStore(address, pipe.recv(), timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.workers, timeout=timeout)
+    try:
+        result = json.dumps(work(*args))
         dist.barrier()
+        return result
     finally:
         dist.destroy_process_group()

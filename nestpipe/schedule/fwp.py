@@ -27,9 +27,10 @@ def frozen_window(t: int, micro_batches: int) -> Iterator[Task]:
     """From the rows of batch t, which no longer change, to their update."""
     last = micro_batches - 1
 
-    # All rows first: nobody waits for gradients before the update, so none may hold up the rows of the next micro-batch.
+    # All rows first: nobody waits for gradients before the update, so none may hold up the rows of the next micro-batch. And
+    # only the first rows beside dense gradients of the batch before: the first forward waits for both, for nothing else.
     for m in range(micro_batches):
-        yield Task(Op(EMB, t, m), "comm", (Op(SYNC, t),))
+        yield Task(Op(EMB, t, m), "comm", (Op(SYNC, t), *([Op(REDUCE, t - 1)] if m else [])))
     for m in range(micro_batches):
         yield Task(Op(FWD, t, m), COMPUTE, (Op(EMB, t, m),))
         yield Task(Op(BWD, t, m), COMPUTE)

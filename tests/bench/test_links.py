@@ -7,13 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nestpipe.bench import links as network
-from nestpipe.bench.links import LOOPBACK, NAMESPACES, Links, bits_per_second, links, remove_leftovers, throughput
+from nestpipe.bench.links import (
+    LOOPBACK,
+    NAMESPACES,
+    Links,
+    bits_per_second,
+    has_netem,
+    links,
+    remove_leftovers,
+    throughput,
+)
 from nestpipe.bench.workers import run_workers
 
 
@@ -31,8 +41,17 @@ def gone(names: list[str], *, patience: float = 10.0) -> bool:
     return not any((NAMESPACES / name).exists() for name in names)
 
 
-def measure() -> list[float]:
-    return [throughput(2.0), throughput(2.0)]
+def measure(made: Links) -> dict[str, float]:
+    """At two rates, and what the interface has counted of it."""
+    found = {}
+    for rate in ("400mbit", "100mbit"):
+        if dist.get_rank() == 0:
+            made.change_rate(rate)
+        dist.barrier()
+        found[rate] = max(throughput(2.0) for _ in range(2))
+    before = made.bytes_sent()
+    throughput(2.0)
+    return {**found, "bytes": made.bytes_sent() - before}
 
 
 def sum_of_ranks() -> float:
@@ -45,10 +64,11 @@ def sum_of_ranks() -> float:
 def test_workers_talk_at_the_rate_of_their_links() -> None:
     with links(2, rate="100mbit") as made:
         assert made.label == "100mbit/s links" and len(set(made.addresses)) == 2
-        rates = run_workers(measure, workers=2, links=made)
+        rates = run_workers(measure, made, workers=2, links=made)
         names = list(made.namespaces)
         assert all((NAMESPACES / name).exists() for name in names)
-    assert 50 < max(rates) < 120
+    assert 50 < rates["100mbit"] < 120 and 120 < rates["400mbit"] < 480
+    assert 1e6 < rates["bytes"] < 1.2e6  # half of what throughput() is told is for the worker itself
     assert gone(names, patience=0)
 
 
@@ -87,6 +107,60 @@ with links(2) as made:
     bench.send_signal(how)
     assert bench.wait(10) != 0
     assert gone(names)
+
+
+def test_nothing_is_left_of_workers_whose_bench_was_killed(tmp_path: Path) -> None:
+    begun, temporary = tmp_path / "begun", tmp_path / "temporary"
+    begun.mkdir()
+    temporary.mkdir()
+    script = f"""
+if __name__ == "__main__":
+    from nestpipe.bench.links import links
+    from nestpipe.bench.workers import run_workers
+    work = "import os, time; open(f'{begun}/{{os.getpid()}}', 'w').close(); time.sleep(60)"
+    with links(2) as made:
+        run_workers(exec, work, workers=2)
+"""
+    (tmp_path / "bench.py").write_text(script)
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.getcwd()}
+    bench = subprocess.Popen([sys.executable, tmp_path / "bench.py"], stderr=subprocess.DEVNULL, env=environment)
+    try:
+        end = time.monotonic() + 60
+        while len(list(begun.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        bench.kill()
+    bench.wait()
+    workers = [Path("/proc", file.name) for file in begun.iterdir()]
+    end = time.monotonic() + 10
+    while any(worker.exists() for worker in workers) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(worker.exists() for worker in workers)
+    assert not list(temporary.iterdir())
+    assert gone([path.name for path in NAMESPACES.glob(f"nestpipe-{bench.pid}-*")])
+
+
+def fail_on_the_second() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the second is wrong")
+    dist.barrier()
+
+
+def test_what_goes_wrong_on_a_worker_is_raised_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)worker 1 failed:.*in fail_on_the_second.*the second is wrong"):
+        run_workers(fail_on_the_second, workers=2)
+
+
+@pytest.mark.usefixtures("possible")
+def test_a_delay_is_refused_where_the_kernel_has_none() -> None:
+    before = set(NAMESPACES.iterdir())
+    if has_netem():
+        pytest.skip("this kernel has netem")
+    with pytest.raises(ValueError, match="no netem"), links(2, delay="2ms"):
+        pass
+    assert set(NAMESPACES.iterdir()) == before
+    with pytest.raises(ValueError, match="'2ms'"), links(2, delay="2"):
+        pass
 
 
 @pytest.mark.usefixtures("possible")

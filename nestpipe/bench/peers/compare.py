@@ -1,6 +1,6 @@
-"""nestpipe and TorchRec on the same batches, from the same rows, in the same processes, in turn.
+"""nestpipe and TorchRec on the same batches, in the same processes, in turn.
 
-Runs in the peers' environment: python -m nestpipe.bench.peers.compare --json FILE
+Runs in the peers' environment; prints what it found as JSON: python -m nestpipe.bench.peers.compare --only bags/zipf
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +19,22 @@ import torch.distributed as dist
 from torch import nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.alternate import alternate
+from nestpipe.bench.alternate import Contestant, Timing, alternate
+from nestpipe.bench.contestants import Way
+from nestpipe.bench.links import Links, links, throughput
 from nestpipe.bench.peers.dense_only import DenseOnly
+from nestpipe.bench.peers.lineup import FULL, LINKS, LOOPBACK, PAIRS, PIPELINES, QUICK, QUICK_PAIRS, WAYS, Size
+from nestpipe.bench.peers.stepping import Stepper
 from nestpipe.bench.peers.workloads import WORKLOADS, Workload
-from nestpipe.bench.workers import run_workers
+from nestpipe.bench.progress import tell
+from nestpipe.bench.workers import end_with, run_workers
 from nestpipe.trainer import Trainer
 
-PIPELINES = ("base", "sparse_dist")
+WORKERS = 2
 TOLERANCE = 1e-4
 CHECKED_STEPS = 5
-CHUNK = 250_000
+UNLIMITED = "20gbit"  # while contestants warm up
+DENSE = "dense only"
 
 
 def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -37,19 +43,45 @@ def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class NestpipeSide:
-    """One contestant: `step()` trains on the next of the given batches, around and around."""
+    """One contestant: `run(n)` trains on the next n of the given batches, around and around."""
 
-    def __init__(self, load: Workload, model: nn.Module, batches: Sequence[Batch], **options: Any) -> None:
-        self.trainer = Trainer(model, load.tables(), load.features(), dense_optimizer=adam, **options)
-        self._batches = itertools.cycle(batches)
+    def __init__(
+        self, way: Way, load: Workload, model: nn.Module, batches: Sequence[Batch], *, steps: int | None = None
+    ) -> None:
+        self.trainer = Trainer(
+            model,
+            load.tables(),
+            load.features(),
+            dense_optimizer=adam,
+            schedule=way.schedule,
+            micro_batches=way.micro_batches,
+            window_cache=way.window_cache,
+            clustering=way.clustering,
+        )
+        self.stepper = Stepper(self.trainer, itertools.cycle(batches), steps=steps)
 
-    def step(self) -> float:
-        result = self.trainer.step(next(self._batches))
-        assert result is not None
-        return result.loss
+    def facts(self) -> dict[str, Any]:
+        """What its tables have on all workers. (The trainer itself would not say while batches are in flight.)"""
+        stats = [store.stats() for store in self.trainer._ops.stores]
+        table_bytes, rows = _summed(sum(one.bytes for one in stats), sum(one.rows for one in stats))
+        return {"table_bytes": table_bytes, "table_rows": rows, "exchange": self.trainer.describe()}
+
+    def bytes_of_a_step(self) -> int:
+        """Keys, rows and gradients that all workers send, as the trainer counts them."""
+        transports = self.trainer._keys, self.trainer._rows
+        before = sum(one.bytes_sent for one in transports)
+        self.stepper.run(1)
+        return _summed(sum(one.bytes_sent for one in transports) - before)[0]
 
 
-def torchrec(load: Workload, model: nn.Module, batches: Sequence[Batch], pipeline: str) -> Any:
+def peers(load: Workload) -> list[tuple[str, str]]:
+    """Pipelines and shardings of TorchRec that take part: every pipeline with the first sharding, its best with others."""
+    return [(pipeline, load.shardings[0]) for pipeline in PIPELINES] + [
+        (PIPELINES[-1], sharding) for sharding in load.shardings[1:]
+    ]
+
+
+def torchrec(load: Workload, model: nn.Module, batches: Sequence[Batch], pipeline: str, sharding: str) -> Any:
     from nestpipe.bench.peers.torchrec_side import TorchRecSide  # only here is TorchRec needed
 
     return TorchRecSide(
@@ -60,103 +92,174 @@ def torchrec(load: Workload, model: nn.Module, batches: Sequence[Batch], pipelin
         batches=batches,
         dense_optimizer=adam,
         pipeline=pipeline,
-        sharding="row_wise" if load.pooling is None else "table_wise",  # its fastest on gloo
+        sharding=sharding,
     )
 
 
-def agreement(load: Workload, keys: str) -> float:
-    """How far apart the rows are after both trained from the same start: a small copy of the workload, made smooth.
+def agreement(load: Workload, keys: str, ways: Sequence[Way]) -> float:
+    """How far apart the rows are after all trained from the same start: a small copy of the workload, made smooth.
 
     Smooth, because at the kink of a ReLU the last bit of a sum decides whether a sample has a gradient at all.
     """
-    small = dataclasses.replace(load, num_rows=20_000, num_samples=256)
+    small = dataclasses.replace(load, num_rows=min(load.num_rows, 20_000), num_samples=min(load.num_samples, 256))
     batches = small.batches(rank=dist.get_rank(), count=CHECKED_STEPS, keys=keys)
-    ours = NestpipeSide(small, _smooth(small.model()), batches)
-    side = torchrec(small, _smooth(small.model()), batches, PIPELINES[-1])
-    _copy_rows(small, ours.trainer, side)
-    for _ in range(CHECKED_STEPS):
-        ours.step()
-        side.step()
+    side = torchrec(small, _smooth(small.model()), batches, PIPELINES[-1], small.shardings[0])
+    everything = {table: torch.arange(num_rows) for table, num_rows in small.rows_per_table().items()}
+    trained: dict[str, torch.Tensor] = {}
     worst = 0.0
-    for table, num_rows in small.rows_per_table().items():
-        everything = torch.arange(num_rows)
-        a, b = ours.trainer.rows(table, everything), side.rows(table, everything)
-        worst = max(worst, float((a - b).norm() / b.norm()))
+    for way in ways:
+        ours = NestpipeSide(way, small, _smooth(small.model()), batches, steps=CHECKED_STEPS)
+        if not trained:
+            for table, numbers in everything.items():
+                side.set_rows(table, numbers, ours.trainer.rows(table, numbers))
+            for _ in range(CHECKED_STEPS):
+                side.step()
+            trained = {table: side.rows(table, numbers) for table, numbers in everything.items()}
+        ours.stepper.run(CHECKED_STEPS)
+        for table, numbers in everything.items():
+            a, b = ours.trainer.rows(table, numbers), trained[table]
+            worst = max(worst, float((a - b).norm() / b.norm()))
     return worst
 
 
-def measure(load: dict[str, Any], keys: str, rounds: int, steps: int, num_batches: int) -> dict[str, Any]:
-    """Runs on every worker."""
-    workload = Workload(**load)
-    difference = agreement(workload, keys)
+def measure(load: Workload, keys: str, size: Size, made: Links, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs on every worker: one result for each of the named links, at whose rate `made` is set one after the other."""
+    ways = list(dict.fromkeys(way for name in names for way in WAYS[name]))
+    difference = agreement(load, keys, ways)
     if difference > TOLERANCE:
         raise ValueError(
-            f"{workload.name}, {keys} keys: after {CHECKED_STEPS} steps rows differ by {difference:.2e} (relative), over "
+            f"{load.name}, {keys} keys: after {CHECKED_STEPS} steps rows differ by {difference:.2e} (relative), over "
             f"{TOLERANCE}; the two do not train the same model, so their times are not compared"
         )
-    batches = workload.batches(rank=dist.get_rank(), count=num_batches, keys=keys)
-    ours = NestpipeSide(workload, workload.model(), batches)
-    theirs = {f"torchrec {pipeline}": torchrec(workload, workload.model(), batches, pipeline) for pipeline in PIPELINES}
-    for side in theirs.values():
-        _copy_rows(workload, ours.trainer, side)
-    dense = DenseOnly(workload.model(), workload.tables(), workload.features(), batches=batches, dense_optimizer=adam)
-    turns: dict[str, Callable[[], float]] = {"nestpipe": ours.step, **{n: s.step for n, s in theirs.items()}}
-    turns["dense only"] = dense.step
-    sent = ours.trainer.bytes_sent()
-    # Every batch once before the first timed block: after that no row is new.
-    timings = alternate(turns, rounds=rounds, steps=steps, warmup=num_batches)
-    taken = num_batches + rounds * (steps + 1)
-    return {
-        "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
-        "difference": difference,
-        "nestpipe_bytes_per_step": (ours.trainer.bytes_sent() - sent) / taken,
-        "nestpipe_exchange": ours.trainer.describe(),
+    # Rows are drawn by each side itself, from the same law: their values make no difference to the time.
+    batches = load.batches(rank=dist.get_rank(), count=size.num_batches, keys=keys)
+    ours = {f"nestpipe {way.name}": NestpipeSide(way, load, load.model(), batches) for way in ways}
+    theirs = {
+        f"torchrec {pipeline}, {sharding.replace('_', '-')}": torchrec(load, load.model(), batches, pipeline, sharding)
+        for pipeline, sharding in peers(load)
     }
+    dense = DenseOnly(load.model(), load.tables(), load.features(), batches=batches, dense_optimizer=adam)
+    contestants: dict[str, Contestant] = {name: side.stepper for name, side in ours.items()}
+    contestants |= {name: side.step for name, side in theirs.items()} | {DENSE: dense.step}
+    alternate(contestants, rounds=1, steps=1, warmup=size.num_batches)
+    facts = {name: side.facts() for name, side in {**ours, **theirs}.items()}
+    results = []
+    for name in names:
+        _set_rate(made, name)
+        tell(f"{load.name}, {keys} keys, {name}")
+        here = [f"nestpipe {way.name}" for way in WAYS[name]]
+        timings = alternate(
+            {one: contestant for one, contestant in contestants.items() if one in here or one not in ours},
+            rounds=size.rounds,
+            steps=size.steps,
+            warmup=1,
+            count=_counter(made),
+        )
+        sent = {one: ours[one].bytes_of_a_step() for one in here}
+        results.append(
+            {
+                "workload": load.name,
+                "keys": keys,
+                "link": name,
+                "mbit_per_second": max(throughput(16.0) for _ in range(3)),  # other programs may slow one down
+                "difference": difference,
+                "timings": {one: dataclasses.asdict(timing) for one, timing in timings.items()},
+                "facts": {one: {**facts[one], "bytes_sent": sent.get(one)} for one in timings if one in facts},
+                **verdict(timings),
+            }
+        )
+    for side in ours.values():
+        side.stepper.close()
+    return results
 
 
-def summarize(measured: dict[str, Any]) -> dict[str, Any]:
-    """Against the fastest of TorchRec's pipelines. Ratios and differences are taken within a round, then the median over
-    rounds: what the machine does to all contestants of a round cancels out."""
-    rounds = {name: one["rounds_ms"] for name, one in measured["timings"].items()}
-    best = min((n for n in rounds if n.startswith("torchrec")), key=lambda n: measured["timings"][n]["median_ms"])
+def verdict(timings: dict[str, Timing]) -> dict[str, Any]:
+    """The fastest pipelined nestpipe against the fastest TorchRec. Ratios and differences are taken within a round, then the
+    median over rounds: what the machine does to all contestants of a round cancels out."""
+
+    def fastest(names: list[str]) -> str:
+        return min(names, key=lambda name: timings[name].median_ms)
 
     def over_dense(name: str) -> float:
-        return statistics.median(a - b for a, b in zip(rounds[name], rounds["dense only"], strict=True))
+        both = zip(timings[name].rounds_ms, timings[DENSE].rounds_ms, strict=True)
+        return statistics.median(mine - floor for mine, floor in both)
 
+    def speedup(name: str, peer: str) -> float:
+        both = zip(timings[name].rounds_ms, timings[peer].rounds_ms, strict=True)
+        return statistics.median(theirs / mine for mine, theirs in both)
+
+    ours = [name for name in timings if name.startswith("nestpipe")]
+    best_peer = fastest([name for name in timings if name.startswith("torchrec")])
+    best = fastest([name for name in ours if name != "nestpipe serial"])
     return {
-        **measured,
-        "best_peer": best,
-        "step_ratio": statistics.median(a / b for a, b in zip(rounds["nestpipe"], rounds[best], strict=True)),
-        "over_dense_ms": {"nestpipe": over_dense("nestpipe"), best: over_dense(best)},
-        "over_dense_ratio": over_dense("nestpipe") / over_dense(best),
+        "best": best,
+        "best_peer": best_peer,
+        "speedup": {name: speedup(name, best_peer) for name in ours},
+        "over_dense_ms": {name: over_dense(name) for name in timings if name != DENSE},
     }
+
+
+def compare(pairs: Sequence[tuple[str, str]], size: Size, names: Sequence[str]) -> list[dict[str, Any]]:
+    results = []
+    for workload, keys in pairs:
+        load = WORKLOADS[workload]
+        load = dataclasses.replace(
+            load, num_rows=size.num_rows or load.num_rows, num_samples=size.num_samples or load.num_samples
+        )
+        if LOOPBACK in names:
+            results += run_workers(measure, load, keys, size, Links(), [LOOPBACK], workers=WORKERS)
+        limited = [name for name in names if name != LOOPBACK]
+        if limited:
+            with links(WORKERS, rate=UNLIMITED) as made:
+                if made.namespaces:  # else it has said why not
+                    results += run_workers(measure, load, keys, size, made, limited, workers=WORKERS, links=made)
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", help="WORKLOAD/KEYS")
+    parser.add_argument("--only", metavar="WORKLOAD/KEYS")
+    parser.add_argument("--links", default=",".join(LINKS), help="names, with commas: %(default)s")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--parent", type=int, help="the process that waits for this one: without it, it ends")
     given = parser.parse_args()
-    results = {}
-    for name, keys in itertools.product(WORKLOADS, ("uniform", "zipf")):
-        if given.only and given.only != f"{name}/{keys}":
-            continue
-        load = dataclasses.asdict(WORKLOADS[name])
-        if given.quick:
-            load |= {"num_rows": 10_000, "num_samples": 64}
-        # Many short rounds: neighbours on a shared machine come and go within seconds.
-        rounds, steps, num_batches = (2, 2, 4) if given.quick else (25, 2, 24)
-        measured = run_workers(measure, load, keys, rounds, steps, num_batches, workers=2)
-        results[f"{name}, {keys} keys"] = summarize(measured)
-    given.json.write_text(json.dumps(results))
+    if given.parent is not None:
+        end_with(given.parent)
+    # What libraries print is not for those who read the result.
+    result, sys.stdout = sys.stdout, sys.stderr
+    size = QUICK if given.quick else FULL
+    if given.rounds is not None:
+        size = dataclasses.replace(size, rounds=given.rounds)
+    pairs = QUICK_PAIRS if given.quick else PAIRS
+    if given.only:
+        workload, _, keys = given.only.partition("/")
+        pairs = [(workload, keys)]
+    results = compare(pairs, size, given.links.split(","))
+    print(json.dumps(results), file=result)
 
 
-def _copy_rows(workload: Workload, trainer: Trainer, side: Any) -> None:
-    for table, num_rows in workload.rows_per_table().items():
-        for start in range(0, num_rows, CHUNK):
-            keys = torch.arange(start, min(start + CHUNK, num_rows))
-            side.set_rows(table, keys, trainer.rows(table, keys))
+def _set_rate(made: Links, name: str) -> None:
+    dist.barrier()
+    if made.namespaces and dist.get_rank() == 0:
+        made.change_rate(name)
+    dist.barrier()
+
+
+def _counter(made: Links) -> Callable[[], float]:
+    """Over loopback all workers share one interface: only the first counts."""
+    return made.bytes_sent if made.namespaces or dist.get_rank() == 0 else _nothing
+
+
+def _summed(*values: int) -> list[int]:
+    """Over all workers."""
+    total = torch.tensor(values)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def _nothing() -> float:
+    return 0.0
 
 
 def _smooth(model: nn.Module) -> nn.Module:

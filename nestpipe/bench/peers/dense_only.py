@@ -30,9 +30,8 @@ class DenseOnly:
     ) -> None:
         if not batches:
             raise ValueError("batches is empty; give at least one batch")
-        self._model = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, forward_sync_buffers=False, static_graph=True
-        )
+        # Not static_graph=True: with it DDP sums nothing, and says nothing, where a model returns an object (an Output).
+        self._model = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
         self._optimizer = dense_optimizer(model.parameters())
         self._batches = itertools.cycle(batches)
         dims = {table.name: table.dim for table in tables}

@@ -125,6 +125,13 @@ class TorchRecSide:
         """Reads the AdaGrad sums [len(keys)] beside the rows; collective. Not for column-wise tables."""
         return self._read("sum", table, keys)[:, 0]
 
+    def facts(self) -> dict[str, Any]:
+        """Bytes of rows and their optimizer state, on all workers. Collective."""
+        parts = [part for kind in self._weights.values() for shards in kind.values() for _, _, part in shards]
+        total = torch.tensor(sum(part.nbytes for part in parts))
+        dist.all_reduce(total)
+        return {"table_bytes": int(total)}
+
     def _read(self, what: str, table: str, keys: Tensor) -> Tensor:
         shards = self._shards(what, table)
         width = torch.tensor([max((column + part.shape[1] for _, column, part in shards), default=1)])

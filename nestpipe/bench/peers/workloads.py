@@ -1,4 +1,4 @@
-"""The two workloads that peers are measured on: bags into a DLRM, and item sequences into HSTU layers."""
+"""The workloads that peers are measured on: bags of several shapes into a DLRM, and item sequences into HSTU layers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,29 @@ ZIPF_EXPONENT = 1.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes, per worker where samples are meant; every sample has the same number of keys in every table."""
+    """Sizes, per worker where samples are meant.
+
+    num_keys: of a sample in every table: the fewest and the most, all numbers in between alike.
+    shardings: of TorchRec, those that may be its fastest on gloo. The first must train the same model as nestpipe does;
+        column-wise tables keep an AdaGrad sum for each part of a row, so theirs is another, for the time it takes.
+    """
 
     name: str
     num_tables: int
     num_rows: int
-    dim: int
+    dim: int = 64
     num_samples: int
-    num_keys: int
-    pooling: str | None
-    num_dense: int
+    num_keys: tuple[int, int]
+    pooling: str | None = "sum"
+    num_dense: int = 13
+    shardings: tuple[str, ...] = ("table_wise",)
 
     def tables(self, *, lr: float = 0.05) -> list[Table]:
-        """What both sides declare."""
-        optimizer = RowwiseAdagrad(lr=lr, eps=1e-10)
-        return [Table(f"t{t}", self.dim, optimizer, Uniform(-0.05, 0.05)) for t in range(self.num_tables)]
+        """What both sides declare. Tables of bags are held whole by one worker each, as table-wise by TorchRec."""
+        table = Table("", self.dim, RowwiseAdagrad(lr=lr, eps=1e-10), Uniform(-0.05, 0.05))
+        if self.pooling is not None:
+            table = dataclasses.replace(table, owners=1, pooled_at="owner")
+        return [dataclasses.replace(table, name=f"t{t}") for t in range(self.num_tables)]
 
     def features(self) -> list[Feature]:
         return [Feature(f"f{t}", f"t{t}", self.pooling) for t in range(self.num_tables)]
@@ -48,7 +56,7 @@ class Workload:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if self.pooling is None:
-                return SequenceRanker(dim=self.dim, max_length=self.num_keys, history="f0")
+                return SequenceRanker(dim=self.dim, max_length=self.num_keys[1], history="f0")
             names = [feature.name for feature in self.features()]
             return DLRM(num_dense=self.num_dense, features=names, dim=self.dim, bottom=(512, 256), top=(512, 256))
 
@@ -57,20 +65,19 @@ class Workload:
         if keys not in ("uniform", "zipf"):
             raise ValueError(f"workload {self.name!r}: keys must be 'uniform' or 'zipf', got {keys!r}")
         draw = np.random.default_rng([seed, rank])
-        total = self.num_samples * self.num_keys
-        offsets = torch.arange(0, total + 1, self.num_keys)
-        values = [
-            _keys(draw, self.num_rows, (count, total), zipf=keys == "zipf", table=t) for t in range(self.num_tables)
-        ]
+        fewest, most = self.num_keys
+        features: list[list[Jagged]] = []
+        for t in range(self.num_tables):
+            values = _keys(draw, self.num_rows, (count, self.num_samples * most), zipf=keys == "zipf", table=t)
+            lengths = torch.from_numpy(draw.integers(fewest, most + 1, (count, self.num_samples)))
+            features.append([Jagged.from_lengths(values[b, : lengths[b].sum()], lengths[b]) for b in range(count)])
+        dense = draw.standard_normal((count, self.num_samples, self.num_dense), dtype=np.float32)
+        labels = (draw.random((count, self.num_samples)) < 0.3).astype(np.float32)
         return [
             Batch(
-                keys={f"f{t}": Jagged(values[t][b], offsets) for t in range(self.num_tables)},
-                dense={
-                    "dense": torch.from_numpy(
-                        draw.standard_normal((self.num_samples, self.num_dense), dtype=np.float32)
-                    )
-                },
-                labels=torch.from_numpy((draw.random(self.num_samples) < 0.3).astype(np.float32)),
+                keys={f"f{t}": features[t][b] for t in range(self.num_tables)},
+                dense={"dense": torch.from_numpy(dense[b])},
+                labels=torch.from_numpy(labels[b]),
             )
             for b in range(count)
         ]
@@ -92,13 +99,17 @@ class SequenceRanker(nn.Module):
         return Output(F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none"))
 
 
-BAGS = Workload(
-    name="bags", num_tables=8, num_rows=1_000_000, dim=64, num_samples=2048, num_keys=10, pooling="sum", num_dense=13
-)
+BAGS = Workload(name="bags", num_tables=8, num_rows=1_000_000, num_samples=2048, num_keys=(10, 10))
 SEQUENCES = Workload(
-    name="sequences", num_tables=1, num_rows=2_000_000, dim=64, num_samples=512, num_keys=50, pooling=None, num_dense=0
-)
-WORKLOADS = {workload.name: workload for workload in (BAGS, SEQUENCES)}
+    name="sequences", num_tables=1, num_rows=2_000_000, num_samples=512, num_keys=(50, 50), pooling=None, num_dense=0,
+    shardings=("row_wise",),
+)  # fmt: skip
+SHORT_BAGS = Workload(name="short bags", num_tables=26, num_rows=200_000, num_samples=2048, num_keys=(1, 2))
+LONG_BAGS = Workload(
+    name="long bags", num_tables=2, num_rows=200_000, num_samples=1024, num_keys=(100, 100),
+    shardings=("table_wise", "column_wise"),
+)  # fmt: skip
+WORKLOADS = {workload.name: workload for workload in (BAGS, SEQUENCES, SHORT_BAGS, LONG_BAGS)}
 
 
 def _keys(draw: np.random.Generator, num_rows: int, shape: tuple[int, int], *, zipf: bool, table: int) -> Tensor:

@@ -1,0 +1,133 @@
+"""Figures of contestants: from their traces, over ranks and rounds, and as the cells and bars that every suite shows.
+
+step                    milliseconds; the mean of a block without its ends, where the pipeline fills and drains.
+iqr                     of the single steps of a block.
+exposed communication   of EMB, GRAD and AGREE: runs while the compute lane runs nothing. On the compute lane all of it is.
+exposed lookup          the same of the operations of LOOKUP, without the time in which communication is exposed.
+bytes                   of keys, rows and their gradients that a worker sends per step, the mean over workers.
+memory                  bytes by which a worker's resident set rose, at its peak, while the contestant was built and did its
+                        first steps (see memory.py); the batches, which all contestants share, are not in it.
+
+Times and memory are the largest over ranks. What is shown are medians over rounds; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nestpipe.bench.alternate import spread
+from nestpipe.bench.sections import Bars
+from nestpipe.trace import COMPUTE, RankSummary, RankTrace, summary
+from nestpipe.trace.times import covered, steady_steps, union
+
+COMMUNICATION = ("EMB", "GRAD", "AGREE")
+LOOKUP = ("PREFETCH", "H2D", "ROUTE", "RETRIEVE", "WRITEBACK", "SYNC")
+
+Figures = dict[str, float]
+Rounds = Mapping[str, Sequence[Figures]]  # by contestant
+
+
+def figures(trace: RankTrace) -> Figures:
+    """Milliseconds per step of this rank. Of the time in which compute runs nothing, what communication takes counts for it
+    alone: lookup that happens to run then is not what compute waits for."""
+    one = summary([trace])[0]
+
+    def total(names: Sequence[str], of: Callable[[Any], float]) -> float:
+        return sum(of(op) for op in one.ops if op.op in names)
+
+    return {
+        "step": one.mean_step_ms,
+        "iqr": spread((np.diff(steady_steps(trace).bounds) / 1e6).tolist()),
+        "compute": total(("FWD", "BWD"), lambda op: op.ms),
+        "communication": total(COMMUNICATION, lambda op: op.ms),
+        "exposed communication": total(COMMUNICATION, lambda op: op.exposed_ms),
+        "lookup": total(LOOKUP, lambda op: op.ms),
+        "exposed lookup": _exposed_lookup(trace, one),
+        "longest lane": one.busiest.busy_ms,
+        "compute lane": one.lane(COMPUTE).busy_ms,
+    }
+
+
+def _exposed_lookup(trace: RankTrace, one: RankSummary) -> float:
+    columns, compute = trace.columns, trace.lanes.index(COMPUTE)
+    start, end = columns.start.clip(*one.window_ns), columns.end.clip(*one.window_ns)
+    lookup, communication = (
+        np.isin(columns.op, [columns.names.index(name) for name in names if name in columns.names])
+        for names in (LOOKUP, COMMUNICATION)
+    )
+    here = lookup & (columns.lane == compute)
+    hiding = (columns.lane == compute) | communication
+    elsewhere = union(start[lookup & ~hiding], end[lookup & ~hiding])
+    hidden = covered(*elsewhere, by=union(start[hiding], end[hiding]))
+    waited = (end - start)[here].sum() + (elsewhere[1] - elsewhere[0] - hidden).sum()
+    return float(waited) / 1e6 / one.steps
+
+
+def largest(mine: Figures) -> Figures:
+    """The largest over ranks, figure by figure."""
+    values = torch.tensor(list(mine.values()), dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(mine, values.tolist(), strict=True))
+
+
+def verdict(rounds: Rounds) -> dict[str, Figures]:
+    """Medians of each contestant's figures, and of its ratios to the serial run in the same round."""
+    reference = rounds["serial"]
+    results = {}
+    for name, many in rounds.items():
+        both = list(zip(many, reference, strict=True))
+        results[name] = {key: statistics.median(one[key] for one in many) for key in many[0]} | {
+            "speedup": statistics.median(s["step"] / one["step"] for one, s in both),
+            "exposed of serial": statistics.median(
+                _share(one["exposed communication"], s["communication"]) for one, s in both
+            ),
+            "exposed of own": statistics.median(
+                _share(one["exposed communication"], one["communication"]) for one in many
+            ),
+            "step over longest lane": statistics.median(one["step"] / one["longest lane"] for one in many),
+            "step over compute lane": statistics.median(one["step"] / one["compute lane"] for one in many),
+        }
+    return results
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0  # a worker alone communicates with nobody
+
+
+# -- as every suite shows them -----------------------------------------------------------------------------------------
+
+COLUMNS = ("step ms ± IQR", "speed-up", "MB sent", "exposed lookup ms", "exposed communication ms", "peak MB")
+EXPLAINED = (
+    "Speed-up over the serial run of the same round; MB of keys, rows and gradients that a worker sends per step; peak MB by "
+    "which a worker's memory rose for this contestant."
+)
+
+
+def cells(one: Mapping[str, float]) -> tuple[str, ...]:
+    """One contestant, for `COLUMNS`."""
+    return (
+        f"{one['step']:.1f} ± {one['iqr']:.1f}",
+        f"{one['speedup']:.2f}x",
+        f"{one['bytes'] / 1e6:.2f}",
+        f"{one['exposed lookup']:.1f}",
+        f"{one['exposed communication']:.1f}",
+        f"{one['memory'] / 1e6:.0f}",
+    )
+
+
+def bars(title: str, contestants: Mapping[str, Mapping[str, float]], note: str = "") -> Bars:
+    """Where each contestant's step goes; beside it the longest of its lanes, below which it cannot come."""
+    parts: dict[str, list[float]] = {
+        part: [one[part] for one in contestants.values()]
+        for part in ("compute", "exposed lookup", "exposed communication")
+    }
+    shown = [sum(values) for values in zip(*parts.values(), strict=True)]
+    parts["rest"] = [max(0.0, one["step"] - sum_) for one, sum_ in zip(contestants.values(), shown, strict=True)]
+    bounds = {"longest lane": [one["longest lane"] for one in contestants.values()]}
+    return Bars(title, "ms", list(contestants), parts, bounds, note)
