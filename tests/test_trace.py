@@ -19,7 +19,8 @@ LANES = ["data", "copy", "keys", "store", "compute"]
 STAGES = [("data", "PREFETCH", 9.0), ("copy", "H2D", 1.0), ("keys", "ROUTE", 6.0),
           ("store", "RETRIEVE", 22.0)]  # fmt: skip
 STEP = [("SYNC", None, 1.5), ("EMB", None, 4.0), ("FWD", 0, 7.0), ("FWD", 1, 7.0), ("BWD", 0, 9.0), ("BWD", 1, 9.0),
-        ("AGREE", None, 0.2), ("GRAD", None, 2.0), ("UPDATE", None, 1.0), ("REDUCE", None, 1.0), ("DENSE", None, 1.0)]  # fmt: skip
+        ("AGREE", None, 0.2), ("GRAD", None, 2.0), ("UPDATE", None, 1.0), ("REDUCE", None, 1.0),
+        ("DENSE", None, 1.0)]  # fmt: skip
 WRITEBACK_MS = 4.0
 
 

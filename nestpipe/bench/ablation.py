@@ -235,8 +235,8 @@ def links_sections(results: dict[str, Any]) -> Iterator[Section]:
     note = (
         f"2 workers on {results['links']}{' (' + results['why'] + ')' if results['why'] else ''}; when all send to all each "
         f"reaches {results['achieved_mbit']:.0f} Mbit/s. Compute is an {emulated.LABEL} or really computed (CPU), as the "
-        "column says. Communication is EMB, GRAD and AGREE; of it the paper's fwp left 13.2% exposed, its nested 12.8%, at 1,536 "
-        "workers. "
+        "column says. Communication is EMB, GRAD, AGREE and REDUCE; of it the paper's fwp left 13.2% exposed, its nested "
+        "12.8%, at 1,536 workers. "
     )
     yield Table("What is exposed on links of a limited rate", columns, rows, note + EXPLAINED)
     for run in results["runs"]:

@@ -2,7 +2,8 @@
 
 step                    milliseconds; the mean of a block without its ends, where the pipeline fills and drains.
 iqr                     of the single steps of a block.
-exposed communication   of EMB, GRAD and AGREE: runs while the compute lane runs nothing. On the compute lane all of it is.
+exposed communication   of EMB, GRAD, AGREE and REDUCE: runs while the compute lane runs nothing else. On the compute lane all
+                        of it is.
 exposed lookup          the same of the operations of LOOKUP, without the time in which communication is exposed.
 bytes                   of keys, rows and their gradients that a worker sends per step, the mean over workers.
 memory                  bytes by which a worker's resident set rose, at its peak, while the contestant was built and did its
@@ -26,7 +27,7 @@ from nestpipe.bench.sections import Bars
 from nestpipe.trace import COMPUTE, RankSummary, RankTrace, summary
 from nestpipe.trace.times import covered, steady_steps, union
 
-COMMUNICATION = ("EMB", "GRAD", "AGREE")
+COMMUNICATION = ("EMB", "GRAD", "AGREE", "REDUCE")
 LOOKUP = ("PREFETCH", "H2D", "ROUTE", "RETRIEVE", "WRITEBACK", "SYNC")
 
 Figures = dict[str, float]

@@ -34,7 +34,7 @@ class Mix:
     cuts: Sequence[int] = (8, 16)
     rounds: int = 2
     steps: int = 12
-    short: int = 6  # steps of a schedule that hides no lookups: nothing fills and drains
+    short: int = 6  # steps of a schedule that hides no lookups: nothing fills and drains; below 4 no end is left out
 
     @property
     def ways(self) -> list[Way]:
@@ -79,8 +79,7 @@ def mix_contestants(
     per_token = size.step * size.compute / (size.samples * size.length)
     for one in contestants:
         pad(one.trainer._engine, seconds, seconds_per_token=per_token, seconds_per_byte=seconds_per_byte)
-        one.train(1)
-        one.recorded()
+        one.recorded()  # forgets what ran before that
     return contestants, seconds_per_byte
 
 

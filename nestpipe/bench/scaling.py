@@ -39,7 +39,9 @@ def ways(micro_batches: int) -> list[Way]:
 @dataclasses.dataclass(frozen=True)
 class Emulated:
     counts: Sequence[int] = (1, 2, 4, 8)
-    mix: Mix = Mix(workers=8, rounds=1)
+    mix: Mix = Mix(
+        workers=8, step=5.0, rounds=1, steps=10, short=4
+    )  # long, since few cores run many workers' exchanges
     micro_batches: int = 16
 
 

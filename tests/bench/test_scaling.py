@@ -12,7 +12,7 @@ from nestpipe.bench.mix import Mix
 from nestpipe.bench.scaling import Cpu, Emulated
 from nestpipe.bench.sections import Curves
 
-MIX = Mix(workers=2, samples=16, length=5, step=0.08, rounds=1, steps=4, short=2)
+MIX = Mix(workers=2, samples=16, length=5, step=0.06, rounds=1, steps=4, short=4)
 EMULATED = Emulated(counts=(1, 2), mix=MIX, micro_batches=2)
 CPU = Cpu(counts=(1, 2), samples=16, length=5, layers=1, micro_batches=2, rounds=1, steps=4)
 

@@ -10,9 +10,9 @@ LOOPBACK = "loopback"
 LINKS = (LOOPBACK, "1gbit", "300mbit")
 # Of nestpipe, by link; of the pipelined ones the fastest counts, as of TorchRec's. To try others, add them here.
 WAYS: dict[str, tuple[Way, ...]] = {
-    LOOPBACK: (Way("serial"), Way("nested")),
+    LOOPBACK: (Way("serial"), Way("dbp"), Way("nested")),
     "1gbit": (Way("serial"), Way("nested", 2, clustering="taper"), Way("nested", 4, clustering="taper")),
-    "300mbit": (Way("serial"), Way("nested", 4, clustering="taper")),
+    "300mbit": (Way("serial"), Way("nested", 4, clustering="taper"), Way("nested", 8, clustering="taper")),
 }
 PIPELINES = ("base", "sparse_dist")  # those of TorchRec that run on CPUs; see torchrec_side.py
 PAIRS = [(load, keys) for load in ("bags", "sequences", "short bags", "long bags") for keys in ("uniform", "zipf")]
@@ -28,8 +28,8 @@ class Size:
     num_rows, num_samples: in place of the workload's own.
     """
 
-    rounds: int = 6
-    steps: int = 3
+    rounds: int = 4
+    steps: int = 4
     num_batches: int = 12
     num_rows: int | None = None
     num_samples: int | None = None
