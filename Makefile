@@ -12,7 +12,7 @@ demo: .venv/ready
 	@$(BIN)/nestpipe report $(RUN)
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
 grid: .venv/ready

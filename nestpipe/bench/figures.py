@@ -7,7 +7,8 @@ exposed communication   of EMB, GRAD, AGREE and REDUCE: runs while the compute l
 exposed lookup          the same of the operations of LOOKUP, without the time in which communication is exposed.
 bytes                   of keys, rows and their gradients that a worker sends per step, the mean over workers.
 memory                  bytes by which a worker's resident set rose, at its peak, while the contestant was built and did its
-                        first steps (see memory.py); the batches, which all contestants share, are not in it.
+                        first steps (see memory.py); the batches, which all contestants share, are not in it. It depends on
+                        who is ahead of whom: the same contestant comes out up to a quarter higher or lower.
 
 Times and memory are the largest over ranks. What is shown are medians over rounds; ratios are taken within a round.
 """

@@ -69,8 +69,8 @@ class SmallHotSet(DiskStore):
 
 
 def declared(tier: str, samples: int = 6) -> tuple[list[Table], list[Feature]]:
-    """Every row optimizer; with and without admission and eviction; sequences and bags; two dims, two types; held by all workers, by
-    two, by one."""
+    """Every row optimizer; with and without admission and eviction; sequences and bags; two dims, two types; held by all
+    workers, by two, by one."""
     most = 23 * samples + 2
     limits = [
         {},
