@@ -23,7 +23,7 @@ from nestpipe.bench.alternate import Contestant, Timing, alternate
 from nestpipe.bench.contestants import Way
 from nestpipe.bench.links import Links, links, throughput
 from nestpipe.bench.peers.dense_only import DenseOnly
-from nestpipe.bench.peers.lineup import FULL, LINKS, LOOPBACK, PAIRS, PIPELINES, QUICK, QUICK_PAIRS, WAYS, Size
+from nestpipe.bench.peers.lineup import FULL, LINKS, LOOPBACK, PAIRS, PIPELINES, QUICK, QUICK_PAIRS, SPREAD, WAYS, Size
 from nestpipe.bench.peers.stepping import Stepper
 from nestpipe.bench.peers.workloads import WORKLOADS, Workload
 from nestpipe.bench.progress import tell
@@ -202,7 +202,7 @@ def verdict(timings: dict[str, Timing]) -> dict[str, Any]:
 def compare(pairs: Sequence[tuple[str, str]], size: Size, names: Sequence[str]) -> list[dict[str, Any]]:
     results = []
     for workload, keys in pairs:
-        load = WORKLOADS[workload]
+        load = dataclasses.replace(WORKLOADS[workload], whole=(workload, keys) not in SPREAD)
         load = dataclasses.replace(
             load, num_rows=size.num_rows or load.num_rows, num_samples=size.num_samples or load.num_samples
         )

@@ -14,6 +14,9 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "1gbit": (Way("serial"), Way("nested", 2, clustering="taper"), Way("nested", 4, clustering="taper")),
     "300mbit": (Way("serial"), Way("nested", 4, clustering="taper"), Way("nested", 8, clustering="taper")),
 }
+# Tables of bags are held whole by one worker each, as TorchRec's are, but for these: keys repeat so much that it is fewer bytes
+# to send each row once from wherever it is. (A run says which it is, when it has counted its first batch.)
+SPREAD = [("short bags", "zipf")]
 PIPELINES = ("base", "sparse_dist")  # those of TorchRec that run on CPUs; see torchrec_side.py
 PAIRS = [(load, keys) for load in ("bags", "sequences", "short bags", "long bags") for keys in ("uniform", "zipf")]
 QUICK_PAIRS = [("bags", "zipf")]

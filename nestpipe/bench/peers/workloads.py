@@ -25,6 +25,7 @@ class Workload:
     num_keys: of a sample in every table: the fewest and the most, all numbers in between alike.
     shardings: of TorchRec, those that may be its fastest on gloo. The first must train the same model as nestpipe does;
         column-wise tables keep an AdaGrad sum for each part of a row, so theirs is another, for the time it takes.
+    whole: of nestpipe's tables of bags: one worker holds each, or all hold it by key.
     """
 
     name: str
@@ -36,11 +37,12 @@ class Workload:
     pooling: str | None = "sum"
     num_dense: int = 13
     shardings: tuple[str, ...] = ("table_wise",)
+    whole: bool = True
 
     def tables(self, *, lr: float = 0.05) -> list[Table]:
-        """What both sides declare. Tables of bags are held whole by one worker each, as table-wise by TorchRec."""
+        """What both sides declare."""
         table = Table("", self.dim, RowwiseAdagrad(lr=lr, eps=1e-10), Uniform(-0.05, 0.05))
-        if self.pooling is not None:
+        if self.pooling is not None and self.whole:
             table = dataclasses.replace(table, owners=1, pooled_at="owner")
         return [dataclasses.replace(table, name=f"t{t}") for t in range(self.num_tables)]
 
