@@ -42,7 +42,7 @@ lr = 0.1
 batch_size = 32
 steps = 12
 """
-PATIENCE = 30.0  # seconds in which every worker must have left
+PATIENCE = 60.0  # seconds in which every worker must have left, with other tests beside
 
 
 @pytest.fixture

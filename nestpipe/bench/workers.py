@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,7 +106,7 @@ def _environment(threads: int) -> Iterator[None]:
 
 
 def _results(pipes: list[Connection]) -> dict[int, str]:
-    """What each worker returned, as JSON; raises what the first to fail says."""
+    """What each worker returned, as JSON; raises what the first to fail says, unless another has the cause of it."""
     results: dict[int, str] = {}
     while len(results) < len(pipes):
         for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
@@ -119,10 +120,26 @@ def _results(pipes: list[Connection]) -> dict[int, str]:
                 for other in pipes[1:]:
                     other.send(value)
             elif what == "failed":
+                rank, value = _cause(pipes, rank, value)
                 raise RuntimeError(f"worker {rank} failed:\n{value}")
             else:
                 results[rank] = value
     return results
+
+
+def _cause(pipes: list[Connection], rank: int, told: str) -> tuple[int, str]:
+    """Of a worker that has only lost contact with another: that one, and what it says, if it comes soon."""
+    deadline = time.monotonic() + 5
+    while "by peer" in told.splitlines()[-1] and time.monotonic() < deadline:
+        for pipe in wait([pipe for other, pipe in enumerate(pipes) if other != rank], timeout=0.1):
+            assert isinstance(pipe, Connection)
+            try:
+                what, value = pipe.recv()
+            except EOFError:
+                return rank, told
+            if what == "failed" and "by peer" not in value.splitlines()[-1]:
+                return pipes.index(pipe), value
+    return rank, told
 
 
 def _worker(pipe: Connection, start: _Start, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
