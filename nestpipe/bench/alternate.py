@@ -110,18 +110,6 @@ def alternate(
     return {name: _timing(name, wall_ms[name], cpu_ms[name], wall_ms[reference], total[name]) for name in names}
 
 
-def table(timings: Mapping[str, Timing], *, reference: str | None = None) -> str:
-    """The timings as text, one contestant per line."""
-    width = max(len(name) for name in timings)
-    versus = reference or next(iter(timings))
-    lines = [f"{'':{width}}  ms/step    IQR   CPU ms  x {versus}"]
-    lines += [
-        f"{t.name:{width}}  {t.median_ms:7.1f}  {t.iqr_ms:5.1f}  {t.cpu_ms:7.1f}  {t.ratio:.3f}"
-        for t in timings.values()
-    ]
-    return "\n".join(lines)
-
-
 def _run(contestant: Contestant, steps: int) -> None:
     if isinstance(contestant, Pipelined):
         if steps:

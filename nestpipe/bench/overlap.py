@@ -31,7 +31,7 @@ from nestpipe.bench.figures import COLUMNS, EXPLAINED, Figures, Rounds, bars, ce
 from nestpipe.bench.progress import tell
 from nestpipe.bench.sections import Section
 from nestpipe.bench.workers import run_workers
-from nestpipe.kernels.keys import NUM_SHARDS, shards
+from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.store.disk import DiskStore
 from nestpipe.tables import Feature, Table
@@ -127,7 +127,7 @@ def _fill(trainer: Trainer, rows: int) -> None:
     assert isinstance(store, DiskStore)
     for start in range(0, rows, 1 << 16):
         keys = np.arange(start, min(start + (1 << 16), rows))
-        keys = keys[shards(keys) * trainer.world // NUM_SHARDS == trainer.rank]
+        keys = keys[owners_of(shards(keys), store.owners) == trainer.rank]
         values = np.random.default_rng(start).standard_normal((len(keys), store.record_words)).astype(np.float32) * 0.1
         values[:, -1] = 1.0  # the optimizer's sum of squares
         store.put(keys, values)

@@ -82,9 +82,8 @@ class Reducer:
         def completed(parameter: Tensor) -> None:
             self._used[i] = True
             if parameter.grad is not self._views[i] and parameter.grad is not None:
-                self._views[i].copy_(
-                    parameter.grad
-                )  # a backward that puts a gradient in place of the one that was there
+                # A backward that puts a gradient in place of the one that was there.
+                self._views[i].copy_(parameter.grad)
                 parameter.grad = self._views[i]
             if self._last:
                 bucket = self._buckets[self._bucket_of[i]]

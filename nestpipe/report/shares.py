@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nestpipe.bench.figures import LOOKUP
 from nestpipe.bench.sections import Bars
 from nestpipe.report.sources import Run
 from nestpipe.trace import COMPUTE, RankSummary, RankTrace
 from nestpipe.trace.times import covered, union
 
 COMMUNICATION = ("EMB", "GRAD", "AGREE")
-LOOKUP = ("PREFETCH", "H2D", "ROUTE", "RETRIEVE", "SYNC", "WRITEBACK")
 DENSE = ("REDUCE",)
 PARTS = ("compute", "exposed communication", "exposed lookup", "sum of dense gradients", "nothing runs")
 NOTE = (
