@@ -1,4 +1,4 @@
-"""nestpipe train | evaluate | trace | bench | report"""
+"""nestpipe train | evaluate | trace | bench | report | profile | simulate | plan"""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines")
+SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
+          "simulator")  # fmt: skip
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 
 
@@ -73,11 +74,55 @@ def _parser() -> argparse.ArgumentParser:
                         "several sources ./report.html")  # fmt: skip
     report.add_argument("--title", help="of the page")
     report.set_defaults(command=_report)
+
+    profile = commands.add_parser("profile", help="measure this machine and a model, for `simulate` and `plan`")
+    _add_config(profile)
+    _add_workers(profile, 2)
+    profile.add_argument("--out", type=Path, default=Path("this-machine.toml"), metavar="FILE.toml",
+                         help="default: this-machine.toml")  # fmt: skip
+    profile.set_defaults(command=_profile)
+
+    simulate = commands.add_parser("simulate", help="predict steps on a cluster that is not there")
+    _add_config(simulate)
+    _add_profile(simulate)
+    simulate.add_argument("--workers", type=_counts, required=True, metavar="N,N,...", help="for example 128,256,1536")
+    simulate.add_argument("--schedules", type=lambda text: text.split(","), default=["serial", "dbp", "fwp", "nested"],
+                          metavar="NAME,...", help="default: serial,dbp,fwp,nested")  # fmt: skip
+    simulate.add_argument("--replicas", type=_positive, default=1, metavar="M",
+                          help="groups of workers that each hold all tables (2D sparse parallelism; simulated only)")  # fmt: skip
+    simulate.add_argument("--steps", type=_positive, default=20, help="that are simulated (default: 20)")
+    simulate.add_argument("--seed", type=int, default=0, help="of the profile's jitter")
+    simulate.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="plot and timeline (default: runs/simulate-CONFIG)"
+    )
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="figures, for programs and for `nestpipe report`")
+    simulate.set_defaults(command=_simulate)
+
+    plan = commands.add_parser("plan", help="memory of each tier and the best schedule for a cluster and a model")
+    _add_config(plan)
+    _add_profile(plan)
+    plan.add_argument("--workers", type=_positive, required=True, metavar="N")
+    plan.add_argument("--rows", action="append", default=[], metavar="TABLE=COUNT",
+                      help="rows that a table will have, over all workers; once for each table")  # fmt: skip
+    plan.add_argument("--json", type=Path, metavar="FILE")
+    plan.set_defaults(command=_plan)
     return parser
 
 
-def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="worker processes on this machine")
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="overrides an entry of the config")  # fmt: skip
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", required=True, metavar="P",
+                        help="npu-1536, gpu-128, or a file of `nestpipe profile`")  # fmt: skip
+
+
+def _add_workers(parser: argparse.ArgumentParser, default: int = 1) -> None:
+    parser.add_argument("--workers", type=_positive, default=default, metavar="N",
+                        help="worker processes on this machine")  # fmt: skip
     parser.add_argument("--port", type=int, default=0, help="port for the workers to meet at (default: any free one)")
 
 
@@ -86,6 +131,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({_positive(one) for one in text.split(",")})
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -178,6 +227,66 @@ def _report(arguments: argparse.Namespace) -> int:
     def work() -> None:
         path = write(arguments.sources, out=arguments.out, title=arguments.title)
         print(f"report: {path}\nopen it in a browser: {path.resolve().as_uri()}")
+
+    return _guard(work, 0)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from nestpipe import config
+    from nestpipe.bench import profiling
+    from nestpipe.run import check_writable
+    from nestpipe.simulate.profile import to_toml
+
+    def work() -> None:
+        parsed = config.read(arguments.config, arguments.overrides)
+        check_writable(folder=arguments.out.absolute().parent, json_file=arguments.out)
+        found = profiling.profile(parsed, workers=arguments.workers, name=arguments.out.stem)
+        if found is not None:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(to_toml(found))
+            print(
+                f"profile: {arguments.out}\nnestpipe simulate {arguments.config} --profile {arguments.out} --workers 2,4,8"
+            )
+
+    return _guard(work, _rank())
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from nestpipe.simulate import commands
+
+    def work() -> None:
+        text = commands.simulate(
+            arguments.config,
+            arguments.overrides,
+            profile_name=arguments.profile,
+            counts=arguments.workers,
+            schedules=arguments.schedules,
+            replicas=arguments.replicas,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            folder=arguments.out or Path("runs") / f"simulate-{arguments.config.stem}",
+            json_file=arguments.json,
+            command=sys.argv[1:],
+        )
+        print(text)
+
+    return _guard(work, 0)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from nestpipe.simulate import commands
+
+    def work() -> None:
+        text = commands.make_plan(
+            arguments.config,
+            arguments.overrides,
+            profile_name=arguments.profile,
+            workers=arguments.workers,
+            rows=arguments.rows,
+            json_file=arguments.json,
+            command=sys.argv[1:],
+        )
+        print(text)
 
     return _guard(work, 0)
 

@@ -32,6 +32,7 @@ SUITES = {
     "reading": "nestpipe.bench.reading",
     "storage": "nestpipe.bench.storage",
     "timelines": "nestpipe.bench.timelines",
+    "simulator": "nestpipe.bench.predictions",
 }
 # The figures that are compared with the papers'. Not the three others: storage alone writes 20 GB to the disk, reading is
 # about data sets, and timelines are pictures for a page of the documentation.

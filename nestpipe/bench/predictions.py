@@ -1,0 +1,347 @@
+"""`nestpipe bench simulator`: what the simulator predicts, against what is measured and against what was published.
+
+published   a profile fitted to the peer's step on 128 and 1,536 workers predicts the other systems (simulate/fit.py).
+beyond      our nested schedule on the same cluster, on more workers than anybody has tried.
+ourselves   lab runs on 2, 4 and 8 workers (real exchanges over links of a set rate, emulated accelerator and lookups) under
+            serial, dbp, fwp and nested. The profile knows operations from one worker and links from two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from nestpipe import config
+from nestpipe.bench import emulated, profiling
+from nestpipe.bench.contestants import DIM, Law, Way, alternate, compile_kernels, in_memory, load_everything, pool_of
+from nestpipe.bench.emulated import EmulatedModel, pad
+from nestpipe.bench.links import Links, links
+from nestpipe.bench.progress import tell
+from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.workers import run_workers
+from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.optim import RowwiseAdagrad
+from nestpipe.schedule import ops as op
+from nestpipe.simulate import fit, sweep
+from nestpipe.simulate.costs import Setting
+from nestpipe.simulate.keys import count
+from nestpipe.simulate.network import Level, Network
+from nestpipe.simulate.profile import Profile, Work
+from nestpipe.simulate.workload import PLACED, TableLoad, Workload, of_config
+from nestpipe.tables import Feature
+from nestpipe.tables import Table as Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """Seconds are of one worker's operations; rows and gradients really travel over links of each rate."""
+
+    counts: Sequence[int] = (2, 4, 8)
+    rates: Sequence[str] = ("50mbit", "200mbit")
+    law: Law = Law(1.05)
+    samples: int = 256
+    length: int = 40
+    prefetch: float = 0.15
+    route: float = 0.12
+    retrieve: float = 0.22
+    writeback: float = 0.06
+    compute: float = 0.5
+    micro_batches: int = 8
+    rounds: int = 1
+    steps: int = 12
+    short: int = 6  # of a schedule that hides no lookups
+
+    @property
+    def ways(self) -> list[Way]:
+        cut = [Way(name, self.micro_batches, True, "window") for name in ("fwp", "nested")]
+        return [Way("serial"), Way("dbp"), *cut]
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.length
+
+    def steps_of(self, way: Way) -> int:
+        return self.short if way.schedule in ("serial", "fwp") else self.steps
+
+
+QUICK = Lab(
+    counts=(2,), rates=("100mbit",), samples=64, length=10, prefetch=0.01, route=0.01, retrieve=0.02, writeback=0.01,
+    compute=0.05, micro_batches=4, steps=8, short=4,
+)  # fmt: skip
+
+
+OURS = Setting("nested", 8, True, "window"), Setting("nested", 16, True, "taper")
+BEYOND = (1536, 4096, 8192)
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    return {**run_published(), "ourselves": run_lab(QUICK if quick else Lab())}
+
+
+# -- against what was published ----------------------------------------------------------------------------------------
+
+
+def run_published() -> dict[str, Any]:
+    tell("simulator: the published cluster")
+    load = of_config(config.read(fit.MODEL))
+    npu = fit.npu_1536(load)
+    published = [
+        {
+            "system": one.system,
+            "setting": one.setting.name,
+            "fitted": one.fitted,
+            "published": one.step,
+            "published_efficiency": one.efficiency,
+            **dataclasses.asdict(found),
+            "efficiency": efficiency,
+        }
+        for one, found, efficiency in fit.against_published(load, npu)
+    ]
+    beyond = [
+        {"line": dataclasses.asdict(line), "power": dataclasses.asdict(power)}
+        for setting in OURS
+        for line, power in fit.beyond(load, npu, setting, (fit.SMALL, *BEYOND))
+    ]
+    begin = time.perf_counter()
+    sweep.predict(load, dataclasses.replace(npu, jitter=0.05), OURS[0], 8192, steps=20)
+    return {"published": published, "beyond": beyond, "seconds_for_8192": time.perf_counter() - begin}
+
+
+# -- against ourselves -------------------------------------------------------------------------------------------------
+
+
+def run_lab(size: Lab) -> dict[str, Any]:
+    if max(size.counts) > 2:
+        compile_kernels()
+    tell("simulator: operations of one worker")
+    works = run_workers(_measure_operations, size, workers=1, threads=1)
+    tell("simulator: links between two workers")
+    with links(2, rate=size.rates[0]) as made:
+        levels = run_workers(_measure_links, size, made, workers=2, threads=1, links=made)
+    measured: list[dict[str, Any]] = []
+    for workers in size.counts:
+        with links(workers, rate=size.rates[0]) as made:
+            measured += run_workers(_measure_steps, size, made, workers=workers, threads=1, links=made)
+    results = {
+        "size": dataclasses.asdict(size),
+        "links": made.label if not made.namespaces else "links of a set rate",
+        "why": made.why,
+        "operations": works,
+        "levels": levels,
+        "measured": measured,
+    }
+    return {**results, "predicted": predict_lab(results)}
+
+
+def _padded(size: Lab) -> Any:
+    seconds = {
+        op.PREFETCH: size.prefetch,
+        op.ROUTE: size.route,
+        op.RETRIEVE: size.retrieve,
+        op.WRITEBACK: size.writeback,
+    }
+    return partial(pad, seconds=seconds, seconds_per_token=size.compute / size.tokens)
+
+
+def _measure_operations(size: Lab) -> dict[str, dict[str, float]]:
+    """Of a batch in one piece and of one cut into micro-batches: {operation: {fixed, each}}."""
+    load_everything()
+    pool = pool_of(size.law, size.samples, size.length)
+    seconds = []
+    for way in (Way("fwp", size.micro_batches, True, "window"), Way("serial")):
+        contestant = in_memory(way, EmulatedModel(dim=DIM), pool)
+        _padded(size)(contestant.trainer._engine)
+        contestant.recorded()
+        contestant.train(size.steps)
+        seconds.append(profiling.operations(contestant.recorded()))
+    cut = (op.EMB, op.FWD, op.BWD, op.GRAD)
+    load = workload(size)
+    whole = {op.EMB: sweep_bytes(load), op.GRAD: sweep_bytes(load), op.FWD: size.tokens, op.BWD: size.tokens}
+    units = [
+        {name: whole[name] / parts if name in cut else 1.0 for name in op.ORDER} for parts in (size.micro_batches, 1)
+    ]
+    works = profiling.lines(list(zip(seconds, units, strict=True)))
+    return {name: dataclasses.asdict(work) for name, work in works.items()}
+
+
+def sweep_bytes(load: Workload) -> float:
+    return sum(table.travelling(1) for table in load.tables)
+
+
+def _measure_links(size: Lab, made: Links) -> dict[str, dict[str, float]]:
+    found = {}
+    for rate in size.rates:
+        _set_rate(made, rate)
+        found[rate] = dataclasses.asdict(profiling.link())
+    return found
+
+
+def _set_rate(made: Links, rate: str) -> None:
+    dist.barrier()
+    if made.namespaces and dist.get_rank() == 0:
+        made.change_rate(rate)
+    dist.barrier()
+
+
+def _measure_steps(size: Lab, made: Links) -> list[dict[str, Any]]:
+    load_everything()
+    pool = pool_of(size.law, size.samples, size.length)
+    contestants = [in_memory(way, EmulatedModel(dim=DIM), pool) for way in size.ways]
+    for one in contestants:
+        _padded(size)(one.trainer._engine)
+        one.recorded()
+    found = []
+    for rate in size.rates:
+        _set_rate(made, rate)
+        what = f"simulator: {dist.get_world_size()} workers, {rate}"
+        rounds = alternate(contestants, rounds=size.rounds, steps=size.steps_of, what=what)
+        for name, many in rounds.items():
+            medians = {key: statistics.median(one[key] for one in many) for key in many[0]}
+            found.append({"workers": dist.get_world_size(), "rate": rate, "way": name, **medians})
+    return found
+
+
+def workload(size: Lab) -> Workload:
+    """As a worker of the lab has it; an operation of the model is a token."""
+    seeds = np.random.SeedSequence(0).generate_state(8)
+    batches = [size.law.batch(size.samples, size.length, seed=int(seed)) for seed in seeds]
+    table, feature = Rows("item", DIM, optimizer=RowwiseAdagrad(lr=0.01)), Feature("history", "item")
+    growth = count([batch.keys["history"].values.numpy() for batch in batches])
+    return Workload(
+        name="lab",
+        samples=size.samples,
+        input_bytes=0.0,
+        tables=[TableLoad("item", DIM, size.tokens, growth, record=4 * (DIM + 1))],
+        dense_bytes=4.0 * DIM,
+        forward_flops=size.tokens,
+        backward_flops=size.tokens,
+        key_bytes=4,
+        batches=batches,
+        plan=ExchangePlan([table], [feature], [np.arange(PLACED)]),
+    )
+
+
+def lab_profile(results: dict[str, Any], rate: str, workers: int) -> Profile:
+    """All workers share this machine's cores; what sleeps until its time is over needs none of them."""
+    works = {name: Work(**work) for name, work in results["operations"].items()}
+    per_unit = {op.EMB, op.GRAD, op.FWD, op.BWD}
+    works = {name: work if name in per_unit else Work(work.fixed + work.each) for name, work in works.items()}
+    level = Level(**results["levels"][rate])
+    return Profile(
+        name="lab",
+        network=Network(1, level, level),
+        operations=works,
+        cores=os.cpu_count() or 1,
+        hosted=(op.H2D, op.SYNC, op.EMB, op.REDUCE, op.AGREE, op.GRAD, op.UPDATE, op.DENSE),
+    )
+
+
+def predict_lab(results: dict[str, Any]) -> list[dict[str, Any]]:
+    values = results["size"]
+    size = Lab(**{**values, "law": Law(**values["law"])})
+    load = workload(size)
+    predicted = []
+    for one in results["measured"]:
+        way = next(way for way in size.ways if way.name == one["way"])
+        setting = Setting(way.schedule, way.micro_batches, way.window_cache, way.clustering)
+        profile = lab_profile(results, one["rate"], one["workers"])
+        found = sweep.predict(load, profile, setting, one["workers"], steps=max(size.steps, 12))
+        predicted.append({**dataclasses.asdict(found), "error": found.step / one["step"] - 1})
+    return predicted
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def sections(results: dict[str, Any]) -> list[Section]:
+    return [*published_sections(results), *lab_sections(results["ourselves"])]
+
+
+def published_sections(results: dict[str, Any]) -> Iterator[Section]:
+    rows = []
+    for one in results["published"]:
+        known = one["published_efficiency"]
+        rows.append(
+            (
+                one["system"] + (" (fitted)" if one["fitted"] else ""),
+                one["setting"],
+                f"{one['published']:,.0f}",
+                f"{one['step']:,.0f}",
+                f"{one['step'] / one['published'] - 1:+.1%}",
+                "" if known is None else f"{known:.1%}",
+                f"{one['efficiency']:.1%}",
+                "" if known is None else f"{100 * (one['efficiency'] - known):+.1f}",
+                f"{one['exposed_lookup']:,.0f} / {one['exposed_communication']:,.0f}",
+            )
+        )
+    columns = ("system", "simulated as", "published ms", "predicted ms", "difference", "published efficiency", "predicted",
+               "points", "exposed lookup / communication, predicted ms")  # fmt: skip
+    note = (
+        "A step on 1,536 workers, and its scaling efficiency against 128. Profile npu-1536, fitted to TorchRec's lookup and "
+        "communication on 128 and 1,536 workers and to NestPipe's dense time; all else is predicted."
+    )
+    yield Table("Predicted and published steps", columns, rows, note)
+    yield beyond_table(results)
+
+
+def beyond_table(results: dict[str, Any]) -> Table:
+    smallest = {one["line"]["setting"]: one for one in results["beyond"] if one["line"]["workers"] == fit.SMALL}
+    rows = []
+    for one in results["beyond"]:
+        if one["line"]["workers"] == fit.SMALL:
+            continue
+        first = smallest[one["line"]["setting"]]
+        pairs = [(one[growth], first[growth]) for growth in ("line", "power")]
+        rows.append(
+            (
+                one["line"]["setting"],
+                f"{one['line']['workers']:,}",
+                " / ".join(f"{now['step']:,.0f}" for now, _ in pairs),
+                " / ".join(f"{now['compute'] / now['step']:.1%}" for now, _ in pairs),
+                " / ".join(f"{then['step'] / now['step']:.1%}" for now, then in pairs),
+                " / ".join(f"{now['limit']}: {now['limit_op']}" for now, _ in pairs),
+            )
+        )
+    columns = ("setting", "workers", "step ms", "utilization", "efficiency against 128", "limited by")
+    note = (
+        "Ours, on npu-1536. Two values each: lookups and time per byte grow along the line, or along the power of the number of "
+        "workers, that goes through what was published on 128 and 1,536. Nobody has measured beyond. 8,192 workers with jitter, "
+        f"each for itself, 20 steps: simulated in {results['seconds_for_8192']:.1f} s."
+    )
+    return Table("Beyond 1,536 workers", columns, rows, note)
+
+
+def lab_sections(results: dict[str, Any]) -> Iterator[Section]:
+    rows = []
+    for measured, predicted in zip(results["measured"], results["predicted"], strict=True):
+        rows.append(
+            (
+                measured["way"],
+                str(measured["workers"]),
+                measured["rate"],
+                f"{measured['step']:.0f}",
+                f"{predicted['step']:.0f}",
+                f"{predicted['error']:+.1%}",
+                f"{measured['exposed communication']:.0f}",
+                f"{predicted['exposed_communication']:.0f}",
+                f"{measured['bytes'] / 1e6:.2f}",
+                f"{predicted['sent'] / 1e6:.2f}",
+            )
+        )
+    errors = [abs(one["error"]) for one in results["predicted"]]
+    columns = ("schedule", "workers", "links", "measured ms", "predicted ms", "error", "exposed communication measured",
+               "predicted", "MB sent measured", "predicted")  # fmt: skip
+    note = (
+        f"Median error {statistics.median(errors):.1%}, largest {max(errors):.1%}. Measured on {results['links']}"
+        f"{' (' + results['why'] + ')' if results['why'] else ''} with an {emulated.LABEL} and emulated lookups; rows and "
+        "gradients really travel. Predicted from operations of one worker and links between two."
+    )
+    yield Table("Predicted and measured steps", columns, rows, note)

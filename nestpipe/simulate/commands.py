@@ -1,0 +1,146 @@
+"""`nestpipe simulate` and `nestpipe plan`: from a config and a profile to tables, a plot and a timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nestpipe import trace
+from nestpipe.bench.sections import Section, markdown, to_json
+from nestpipe.config import Config, read
+from nestpipe.run import write_json
+from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.ops import EMB
+from nestpipe.simulate import plan, profile, sweep
+from nestpipe.simulate.costs import Setting
+from nestpipe.simulate.profile import Profile
+from nestpipe.simulate.workload import Workload, of_config
+from nestpipe.tables import did_you_mean
+
+MICRO_BATCHES = 8  # of schedules that cut the batch, where the config does not say how often
+SHOWN = 4  # workers on the timeline
+
+
+def settings_of(config: Config, schedules: Sequence[str], replicas: int) -> list[Setting]:
+    asked = config.schedule.micro_batches
+    cut = asked if isinstance(asked, int) and asked > 1 else MICRO_BATCHES
+    found = []
+    for name in schedules:
+        if name not in SCHEDULES:
+            raise ValueError(f"--schedules names {name!r}, {did_you_mean(name, list(SCHEDULES))}")
+        if SCHEDULES[name](micro_batches=2).num_parts(EMB) > 1:
+            found.append(Setting(name, cut, config.schedule.window_cache, config.schedule.clustering, replicas))
+        else:
+            found.append(Setting(name, replicas=replicas))
+    return found
+
+
+def simulate(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    profile_name: str,
+    counts: Sequence[int],
+    schedules: Sequence[str],
+    replicas: int,
+    steps: int,
+    seed: int,
+    folder: Path,
+    json_file: Path | None,
+    command: Sequence[str],
+) -> str:
+    """Writes FOLDER/simulate.json, scaling.png and the timeline of the config's schedule on the largest count; returns what
+    to print."""
+    config, cluster = read(path, overrides), profile.read(profile_name)
+    settings = settings_of(config, schedules, replicas)
+    load = of_config(config)
+    predictions = sweep.sweep(load, cluster, settings, counts, steps=steps, seed=seed)
+    note = f"{describe(load)} on {cluster.name}."
+    sections = list(sweep.sections(predictions, note))
+    document = _document("simulate", command, sections, sweep.results(predictions), cluster)
+    write_json(folder / "simulate.json", document)
+    if json_file is not None:
+        write_json(json_file, document)
+    from nestpipe.simulate.plot import draw  # half a second to import
+
+    draw(predictions, folder / "scaling.png", title=note)
+    shown = next((one for one in settings if one.schedule == config.schedule.name), settings[-1])
+    timeline(load, cluster, shown, max(counts), folder, seed=seed)
+    return "\n\n".join(
+        [
+            markdown(sections),
+            f"plot: {folder}/scaling.png\ntimeline of {shown.name} on {max(counts):,} workers: {folder}/trace.png, "
+            f"{folder}/trace.json (open ui.perfetto.dev, then drop the file on the page)\n"
+            f"page: nestpipe report {folder}/simulate.json",
+        ]
+    )
+
+
+def timeline(load: Workload, cluster: Profile, setting: Setting, workers: int, folder: Path, *, seed: int = 0) -> None:
+    """As `nestpipe trace` shows a run, of the first workers."""
+    simulated, costs = sweep.run(load, cluster, setting, workers, seed=seed)
+    shown = min(len(costs.counts), SHOWN)
+    trace.clear(folder)
+    for worker in range(shown):
+        trace.save(folder, dataclasses.replace(simulated.trace(worker), world=shown))
+    trace.report(folder)
+
+
+def make_plan(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    profile_name: str,
+    workers: int,
+    rows: Sequence[str],
+    json_file: Path | None,
+    command: Sequence[str],
+) -> str:
+    config, cluster = read(path, overrides), profile.read(profile_name)
+    counted = dict(_rows(text) for text in rows)
+    load = of_config(config)
+    budgets = {name: values.get("memory") for name, values in config.tables.items()}
+    choices = plan.plan(load, cluster, workers, counted, budgets)
+    note = f"{describe(load)} on {workers:,} workers of {cluster.name}. Predicted, not measured."
+    sections = plan.sections(choices, note)
+    if json_file is not None:
+        write_json(json_file, _document("plan", command, sections, plan.results(choices), cluster))
+    return "\n\n".join([markdown(sections), plan.told(choices, cluster, workers, counted)])
+
+
+def describe(load: Workload) -> str:
+    distinct = sum(table.growth(table.keys) for table in load.tables)
+    flops = (load.forward_flops + load.backward_flops) / 1e9
+    return (
+        f"{load.name}: {load.samples} samples a worker, {load.keys:,.0f} keys of which {distinct:,.0f} distinct, "
+        f"{flops:,.1f} GFLOP, {load.dense_bytes / 1e6:,.1f} MB of dense parameters,"
+    )
+
+
+def _rows(text: str) -> tuple[str, float]:
+    name, sign, number = text.partition("=")
+    try:
+        count = float(number.replace("_", ""))
+        if not sign or not name or not count >= 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--rows {text!r}: write it as TABLE=COUNT, for example --rows item=1e9") from None
+    return name, count
+
+
+def _document(
+    suite: str, command: Sequence[str], sections: Sequence[Section], results: Any, cluster: Profile
+) -> dict[str, Any]:
+    """As a bench writes it, so that `nestpipe report` shows it."""
+    return {
+        "suite": suite,
+        "quick": False,
+        "command": shlex.join(["nestpipe", *command]),
+        "machine": {"simulated": cluster.name},
+        "sections": to_json(sections),
+        "results": results,
+        "profile": profile.to_toml(cluster),
+    }

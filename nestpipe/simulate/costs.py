@@ -1,0 +1,201 @@
+"""What every operation of a schedule takes on every worker, from a workload and a profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule import ops as op
+from nestpipe.schedule.ops import Op, Schedule, Task
+from nestpipe.simulate.events import Cost, Seconds
+from nestpipe.simulate.profile import LOOKUPS, READ, Profile
+from nestpipe.simulate.workload import Workload
+
+BUCKET = (
+    25e6  # bytes of dense gradients that are summed at once; what the last of them takes cannot hide behind backward
+)
+AGREED = 40  # bytes that workers agree on in a step
+AHEAD = 2  # batches that are read before they are asked for, see engine/loader.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to train.
+
+    replicas: groups of workers that each hold all tables, sharded inside (2D sparse parallelism); what they update is
+        exchanged between them after every step. Simulated only: the engine has one group.
+    """
+
+    schedule: str
+    micro_batches: int = 1
+    window_cache: bool = True
+    clustering: str = "none"
+    replicas: int = 1
+
+    @property
+    def name(self) -> str:
+        name = self.schedule
+        if SCHEDULES[self.schedule]().stale_by:
+            name += " (NOT exact)"
+        if self.micro_batches > 1:
+            name += f", N = {self.micro_batches}"
+            name += "" if self.window_cache else ", no window cache"
+            name += f", clustering {self.clustering}" if self.clustering != "none" else ""
+        return name + (f", {self.replicas} replicas" if self.replicas > 1 else "")
+
+    def make(self) -> Schedule:
+        return SCHEDULES[self.schedule](micro_batches=self.micro_batches)
+
+
+class Costs:
+    """Called with an operation, returns its Cost.
+
+    schedule: what is to be run; where the profile knows what reading takes, with a lane for the thread that reads ahead.
+    workers: of the cluster. seed: of the jitter.
+    """
+
+    def __init__(self, workload: Workload, profile: Profile, setting: Setting, workers: int, *, seed: int = 0) -> None:
+        if workers < 1 or setting.replicas < 1 or workers % setting.replicas:
+            raise ValueError(f"{workers} workers cannot form {setting.replicas} equal groups (replicas)")
+        self.workload, self.profile, self.setting, self.workers = workload, profile, setting, workers
+        self.schedule = setting.make() if READ not in profile.operations else _with_source(setting.make())
+        self.group = workers // setting.replicas
+        self._seed = seed
+        self.split = workload.split(setting.micro_batches, setting.clustering, setting.window_cache)
+        crowd = 1 + profile.crowding * (workers - 1)
+        busy = min(profile.network.per_node, workers) / profile.cores if profile.cores else 1.0
+        ops = sorted({(task.op.name, task.op.part) for task in self.schedule.tasks})
+        self._factor = {
+            name: (crowd if name in LOOKUPS else 1.0) * (max(1.0, busy) if name in profile.hosted else 1.0)
+            for name, _ in ops
+        }
+        # Neighbours on a node are replicas of each other, so that what they exchange uses the fastest links; those that hold
+        # different keys are as many workers apart.
+        groups = np.arange(workers) % setting.replicas
+        self._groups = groups if profile.jitter and setting.replicas > 1 else None
+        self._fixed = {(name, part): self._of(name, part) for name, part in ops}
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Workers that each column stands for: without jitter all are alike."""
+        return np.ones(self.workers, np.int64) if self.profile.jitter else np.array([self.workers])
+
+    def __call__(self, operation: Op) -> Cost:
+        name, batch, part = operation
+        cost = self._fixed[name, part]
+        if not self.profile.jitter:
+            return cost
+        rng = np.random.default_rng((self._seed, zlib.crc32(name.encode()), batch, part))
+        sigma = np.sqrt(np.log1p(self.profile.jitter**2))
+        together: Seconds | None = cost.together
+        if together is not None:
+            together = together * rng.lognormal(-(sigma**2) / 2, sigma)
+        return Cost(cost.alone * rng.lognormal(-(sigma**2) / 2, sigma, self.workers), together, cost.group)
+
+    # -- one operation -------------------------------------------------------------------------------------------------
+
+    def units(self, name: str, part: int = 0) -> float:
+        """How much an operation does, see `profile.UNITS`."""
+        load = self.workload
+        match name:
+            case "READ" | op.PREFETCH:
+                return load.samples
+            case op.H2D:
+                return load.input_bytes
+            case op.ROUTE:
+                return load.keys
+            case op.RETRIEVE | op.WRITEBACK | op.UPDATE:
+                return self.owned_rows()
+            case op.SYNC:
+                return max(0.0, 2 * self.owned_rows() - self.owned_rows(batches=2))
+            case op.EMB:
+                return self.moved_bytes * self._share(name, self.split.rows, part)
+            case op.GRAD:
+                return self.moved_bytes * self._share(name, self.split.grads, part)
+            case op.FWD:
+                return load.forward_flops * self.split.compute[part]
+            case op.BWD:
+                return load.backward_flops * self.split.compute[part]
+            case op.REDUCE | op.DENSE:
+                return load.dense_bytes
+        return 1.0
+
+    def _share(self, name: str, shares: Sequence[float], part: int) -> float:
+        return shares[part] if self.schedule.num_parts(name) > 1 else sum(shares)
+
+    def _of(self, name: str, part: int) -> Cost:
+        alone = self._alone(name, self.units(name, part))
+        if self.workers == 1:
+            return Cost(alone)
+        match name:
+            case op.ROUTE:
+                seconds = self._all_to_all(self.sent_keys * self.workload.key_bytes) + self._sizes
+            case op.EMB | op.GRAD:
+                seconds = self._all_to_all(self.units(name, part))
+            case op.REDUCE:
+                return Cost(alone, self._reduce())
+            case op.AGREE:
+                return Cost(alone, self.profile.network.all_reduce(AGREED, self.workers))
+            case op.UPDATE if self.setting.replicas > 1:
+                num_bytes = self.owned_rows(batches=self.setting.replicas) * self._mean_record
+                return Cost(alone, self.profile.network.all_reduce(num_bytes, self.setting.replicas))
+            case _:
+                return Cost(alone)
+        return Cost(alone, seconds, self._groups)
+
+    def _alone(self, name: str, units: float) -> float:
+        return self.profile.work(name)(units) * self._factor[name]
+
+    def _all_to_all(self, num_bytes: float) -> float:
+        return self.profile.network.all_to_all(num_bytes, self.group, spread=self.setting.replicas)
+
+    @property
+    def _sizes(self) -> float:
+        """What every worker tells every other before keys travel."""
+        return self._all_to_all(8 * (len(self.workload.tables) + 1) * self.schedule.num_parts(op.EMB) * self.group)
+
+    def _reduce(self) -> float:
+        """What is left of the sum of dense gradients after the last backward, behind which it runs."""
+        network, dense = self.profile.network, self.workload.dense_bytes
+        hiding = self._alone(op.BWD, self.workload.backward_flops * self.split.compute[-1])
+        last = network.all_reduce(min(dense, BUCKET), self.workers)
+        return max(last, network.all_reduce(dense, self.workers) - hiding)
+
+    # -- how much ------------------------------------------------------------------------------------------------------
+
+    @property
+    def sent_keys(self) -> float:
+        """Distinct keys of a worker's batch."""
+        return sum(table.growth(table.keys) for table in self.workload.tables)
+
+    def owned_rows(self, batches: int = 1) -> float:
+        """Distinct rows that an owner is asked for by its group, in so many of its batches."""
+        return sum(table.growth(table.keys * self.group * batches) / self.group for table in self.workload.tables)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Of the batch in one piece: rows that a worker gets, its own part included; as many gradients leave."""
+        return sum(table.travelling(self.group) for table in self.workload.tables)
+
+    @property
+    def _mean_record(self) -> float:
+        rows = [table.growth(table.keys) for table in self.workload.tables]
+        return sum(r * table.record for r, table in zip(rows, self.workload.tables, strict=True)) / max(1e-9, sum(rows))
+
+
+def _with_source(schedule: Schedule) -> Schedule:
+    """With the thread that reads batches before PREFETCH asks for them, as a lane of its own."""
+
+    def step(t: int) -> Iterator[Task]:
+        for task in schedule.step(t):
+            if task.op.name == op.PREFETCH:
+                batch = task.op.batch
+                yield Task(Op(READ, batch), "source", (Op(op.PREFETCH, batch - AHEAD),))
+                task = task._replace(after=(*task.after, Op(READ, batch)))
+            yield task
+
+    return dataclasses.replace(schedule, step=step)

@@ -1,0 +1,203 @@
+"""What to rent and how to train on it: memory of each tier, and the setting with the shortest predicted step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nestpipe.bench.sections import Section, Table
+from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.ops import EMB, FWD
+from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.simulate.profile import Profile
+from nestpipe.simulate.sweep import Prediction, predict
+from nestpipe.simulate.workload import Workload
+from nestpipe.tables import DEFAULT_MEMORY, num_bytes
+
+INDEX = 26  # bytes a key, while the index doubles (docs/storage.md)
+DENSE_COPIES = 4  # parameters, gradients, and two of Adam
+IN_FLIGHT = 3  # batches of a pipeline whose keys, rows or gradients are somewhere between their owners and the model
+CUTS = (2, 4, 8, 16, 32)
+REPLICAS = (2, 4, 8)
+AS_GOOD = 1.01  # a simpler setting is taken if it is no more than this times as long
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker. What the model keeps between forward and backward is not in it.
+
+    device: two buffers of rows, what travels, the dense part; 0 where the profile has no device of its own.
+    host: tables in memory, indexes and budgets of tables on disk; without a device the rest as well.
+    disk: rows of tables on disk.
+    """
+
+    device: float
+    host: float
+    disk: float
+
+    def short_of(self, profile: Profile) -> list[str]:
+        """Tiers that it does not fit, as far as the profile knows their size."""
+        limits = {"device": profile.device_memory, "host": profile.host_memory, "disk": profile.disk}
+        return [name for name, limit in limits.items() if limit and getattr(self, name) > limit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    setting: Setting
+    prediction: Prediction
+    memory: Memory
+    short_of: Sequence[str]
+
+
+def memory(
+    workload: Workload,
+    profile: Profile,
+    setting: Setting,
+    workers: int,
+    rows: Mapping[str, float],
+    budgets: Mapping[str, int | str | None] | None = None,
+) -> Memory:
+    """rows: of each table, over all workers; one that is not named counts as empty. budgets: `memory` of tables on disk."""
+    unknown = sorted(set(rows) - {table.name for table in workload.tables})
+    if unknown:
+        known = ", ".join(table.name for table in workload.tables)
+        raise ValueError(f"--rows names a table {unknown[0]!r}; the config has {known}")
+    costs = Costs(workload, profile, setting, workers)
+    host = disk = 0.0
+    for table in workload.tables:
+        mine = rows.get(table.name, 0.0) / costs.group
+        host += mine * INDEX
+        if table.tier == "disk":
+            budget = (budgets or {}).get(table.name) or DEFAULT_MEMORY
+            host += num_bytes(budget) / costs.group
+            disk += mine * (table.record + 16) * 4096 / (4096 - 232)  # slots in blocks, see docs/storage.md
+        else:
+            host += mine * table.record
+    records = sum(t.growth(t.keys * costs.group) / costs.group * t.record for t in workload.tables)
+    moving = 4 * costs.moved_bytes  # rows that leave and come, gradients that leave and come
+    batches = IN_FLIGHT if setting.schedule not in ("serial", "fwp") else 1
+    working = 2 * records + batches * moving + DENSE_COPIES * workload.dense_bytes
+    working += batches * workload.input_bytes
+    if profile.device_memory:
+        return Memory(working, host, disk)
+    return Memory(0.0, host + working, disk)
+
+
+def settings(workers: int, clustering: Sequence[str] = ("window", "taper")) -> list[Setting]:
+    """Every exact one, the simplest first."""
+    exact = [name for name in SCHEDULES if not SCHEDULES[name]().stale_by]
+    found = [Setting(name) for name in exact]
+    cut = [name for name in exact if SCHEDULES[name](micro_batches=2).num_parts(EMB) > 1]
+    found += [Setting(name, n, True, how) for n in CUTS for how in clustering for name in cut]
+    more = [m for m in REPLICAS if workers % m == 0 and workers // m > 1]
+    return [*found, *(dataclasses.replace(one, replicas=m) for m in more for one in found)]
+
+
+def plan(
+    workload: Workload,
+    profile: Profile,
+    workers: int,
+    rows: Mapping[str, float],
+    budgets: Mapping[str, int | str | None] | None = None,
+) -> list[Choice]:
+    """All settings, the best first: those that fit before those that do not; of those about as fast, the simplest first."""
+    choices = []
+    for setting in settings(workers):
+        if setting.micro_batches > workload.samples:
+            continue
+        needed = memory(workload, profile, setting, workers, rows, budgets)
+        found = predict(workload, profile, setting, workers)
+        choices.append(Choice(setting, found, needed, needed.short_of(profile)))
+    simplicity = {one.setting: place for place, one in enumerate(choices)}
+    left, ranked = sorted(choices, key=lambda one: (len(one.short_of), one.prediction.step)), []
+    while left:
+        alike = [
+            one
+            for one in left
+            if len(one.short_of) == len(left[0].short_of) and one.prediction.step <= AS_GOOD * left[0].prediction.step
+        ]
+        ranked.append(min(alike, key=lambda one: simplicity[one.setting]))
+        left.remove(ranked[-1])
+    return ranked
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mapping[str, float]) -> str:
+    """In words: the best that can be run today, its runner-up, and what replicas would bring."""
+    runnable = [one for one in choices if one.setting.replicas == 1]
+    best = runnable[0]
+    other = next((one for one in runnable[1:] if one.setting.schedule != best.setting.schedule), None)
+    lines = [
+        f"On {workers:,} workers of {profile.name}: {_toml(best.setting)}",
+        f"  predicted step {best.prediction.step:,.1f} ms, utilization {best.prediction.utilization:.1%}, "
+        f"{best.prediction.samples_per_second:,.0f} samples/s; the busiest lane is {best.prediction.limit} "
+        f"({best.prediction.limit_op})",
+    ]
+    if other is not None:
+        ratio = other.prediction.step / best.prediction.step
+        lines.append(f"  runner-up: {other.setting.name}, {other.prediction.step:,.1f} ms ({ratio:.2f} times as long)")
+    replicated = [one for one in choices if one.setting.replicas > 1 and not one.short_of]
+    if replicated and replicated[0].prediction.step < best.prediction.step / AS_GOOD:
+        first = replicated[0]
+        lines.append(
+            f"  with {first.setting.replicas} replicas of the tables it would be {first.prediction.step:,.1f} ms "
+            f"({first.setting.name}): simulated only, this version trains with one"
+        )
+    needed, limits = best.memory, {
+        "device": profile.device_memory, "host": profile.host_memory, "disk": profile.disk,
+    }  # fmt: skip
+    sizes = [
+        f"{name} {_size(getattr(needed, name))}" + (f" of {_size(limit)}" if limit else "")
+        for name, limit in limits.items()
+        if getattr(needed, name)
+    ]
+    lines.append(f"  memory of a worker, without the model's activations: {', '.join(sizes)}")
+    if best.short_of:
+        lines.append(
+            f"  DOES NOT FIT: {' and '.join(best.short_of)}; use more workers, or tier = 'disk' for the largest table"
+        )
+    if best.setting.micro_batches > 1 and not profile.work(FWD).fixed:
+        lines.append(
+            f"  {profile.name} knows no fixed time of a forward, so cutting the batch finer looks free here: try fewer "
+            f"micro-batches too"
+        )
+    if not rows:
+        lines.append("  tables are counted as empty: say how many rows they will have with --rows TABLE=COUNT")
+    return "\n".join(lines)
+
+
+def _toml(setting: Setting) -> str:
+    cut = f", micro_batches = {setting.micro_batches}, clustering = {setting.clustering!r}"
+    return f"schedule {setting.schedule!r}" + (cut if setting.micro_batches > 1 else "")
+
+
+def _size(value: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if value >= factor:
+            return f"{value / factor:.1f} {unit}"
+    return f"{value / 1e3:.1f} kB"
+
+
+def sections(choices: Sequence[Choice], note: str, *, shown: int = 12) -> list[Section]:
+    rows = [
+        (
+            one.setting.name,
+            f"{one.prediction.step:,.1f}",
+            f"{one.prediction.utilization:.1%}",
+            _size(one.memory.device) if one.memory.device else "",
+            _size(one.memory.host),
+            _size(one.memory.disk) if one.memory.disk else "",
+            f"no: {', '.join(one.short_of)}" if one.short_of else "yes",
+        )
+        for one in choices[:shown]
+    ]
+    columns = ("setting", "step ms", "utilization", "device", "host", "disk", "fits")
+    title = f"The best {len(rows)} of {len(choices)} settings; of those within {AS_GOOD - 1:.0%} the simplest first"
+    return [Table(title, columns, rows, note)]
+
+
+def results(choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(one) for one in choices]

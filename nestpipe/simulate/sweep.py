@@ -1,0 +1,164 @@
+"""Schedules on counts of workers: what a step takes, what of it is exposed, and what limits it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nestpipe.bench.figures import COMMUNICATION, LOOKUP, figures
+from nestpipe.bench.sections import Bars, Curves, Section, Table
+from nestpipe.schedule.ops import BWD, FWD
+from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.simulate.events import Simulated, simulate
+from nestpipe.simulate.profile import Profile
+from nestpipe.simulate.workload import Workload
+from nestpipe.trace import summary
+
+STEPS = 20
+LOOKED_AT = 4  # workers whose figures are averaged: all are held together by what they do together
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Of one setting on one count of workers; milliseconds per step, means over the workers looked at.
+
+    lookup, communication: what they take, exposed or not. limit: the busiest lane; limit_op: what it does most of the time.
+    sent: bytes of rows and gradients that a worker sends to others per step.
+    """
+
+    setting: str
+    schedule: str
+    workers: int
+    step: float
+    compute: float
+    lookup: float
+    communication: float
+    exposed_lookup: float
+    exposed_communication: float
+    longest_lane: float
+    limit: str
+    limit_op: str
+    samples_per_second: float
+    sent: float
+
+    @property
+    def utilization(self) -> float:
+        return self.compute / self.step
+
+
+def run(
+    workload: Workload, profile: Profile, setting: Setting, workers: int, *, steps: int = STEPS, seed: int = 0
+) -> tuple[Simulated, Costs]:
+    costs = Costs(workload, profile, setting, workers, seed=seed)
+    return simulate(costs.schedule, costs, steps=steps, counts=costs.counts), costs
+
+
+def predict(
+    workload: Workload, profile: Profile, setting: Setting, workers: int, *, steps: int = STEPS, seed: int = 0
+) -> Prediction:
+    simulated, costs = run(workload, profile, setting, workers, steps=steps, seed=seed)
+    traces = [simulated.trace(w) for w in range(min(len(costs.counts), LOOKED_AT))]
+    found = [figures(trace) for trace in traces]
+    mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+    one = summary(traces[:1])[0]
+    busiest = one.busiest.lane
+    most = max((time for time in one.ops if time.lane == busiest), key=lambda time: time.ms).op
+    sent = costs.moved_bytes * (sum(costs.split.rows) + sum(costs.split.grads)) * (costs.group - 1) / costs.group
+    return Prediction(
+        setting=setting.name,
+        schedule=setting.schedule,
+        workers=workers,
+        step=mean["step"],
+        compute=mean["compute"],
+        lookup=mean["lookup"],
+        communication=mean["communication"],
+        exposed_lookup=mean["exposed lookup"],
+        exposed_communication=mean["exposed communication"],
+        longest_lane=mean["longest lane"],
+        limit=busiest,
+        limit_op="the model" if most in (FWD, BWD) else most,
+        samples_per_second=workers * workload.samples * 1e3 / mean["step"],
+        sent=sent,
+    )
+
+
+def sweep(
+    workload: Workload,
+    profile: Profile,
+    settings: Sequence[Setting],
+    counts: Sequence[int],
+    *,
+    steps: int = STEPS,
+    seed: int = 0,
+) -> list[Prediction]:
+    return [
+        predict(workload, profile, setting, workers, steps=steps, seed=seed)
+        for setting in settings
+        for workers in counts
+    ]
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def efficiencies(predictions: Sequence[Prediction]) -> list[float]:
+    """Step on the fewest workers of the same setting / step: every worker keeps its batch."""
+    fewest = {one.setting: one for one in sorted(predictions, key=lambda one: -one.workers)}
+    return [fewest[one.setting].step / one.step for one in predictions]
+
+
+def results(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    return [
+        {**dataclasses.asdict(one), "utilization": one.utilization, "efficiency": efficiency}
+        for one, efficiency in zip(predictions, efficiencies(predictions), strict=True)
+    ]
+
+
+def sections(predictions: Sequence[Prediction], note: str) -> Iterator[Section]:
+    """note: what was simulated."""
+    serial = {one.workers: one.step for one in predictions if one.schedule == "serial"}
+    scaling = efficiencies(predictions)
+    rows = [
+        (
+            one.setting,
+            f"{one.workers:,}",
+            f"{one.step:,.1f}",
+            f"{serial[one.workers] / one.step:.2f}x" if one.workers in serial else "",
+            f"{efficiency:.1%}",
+            f"{one.utilization:.1%}",
+            f"{one.samples_per_second:,.0f}",
+            f"{one.exposed_lookup:,.1f} of {one.lookup:,.1f}",
+            f"{one.exposed_communication:,.1f} of {one.communication:,.1f}",
+            f"{one.limit}: {one.limit_op}",
+        )
+        for one, efficiency in zip(predictions, scaling, strict=True)
+    ]
+    columns = ("setting", "workers", "step ms", "speed-up", "efficiency", "utilization", "samples/s of all",
+               "exposed lookup ms", "exposed communication ms", "busiest lane")  # fmt: skip
+    told = (
+        f"{note} Predicted, not measured. Speed-up over serial on as many workers; efficiency is the step on the fewest workers "
+        f"/ the step, every worker keeping its batch; utilization is forward and backward / step. Lookup is "
+        f"{', '.join(LOOKUP)}; communication {', '.join(COMMUNICATION)}."
+    )
+    yield Table("Simulated steps", columns, rows, told)
+    counts = sorted({one.workers for one in predictions})
+    settings = list(dict.fromkeys(one.setting for one in predictions))
+    by = {(one.setting, one.workers): (one, efficiency) for one, efficiency in zip(predictions, scaling, strict=True)}
+    if len(counts) > 1:
+        lines = {name: [by[name, count][1] for count in counts] for name in settings}
+        yield Curves(
+            "Scaling efficiency (simulated)", "workers", "step on the fewest workers / step", counts, lines, note
+        )
+        lines = {name: [by[name, count][0].samples_per_second for count in counts] for name in settings}
+        yield Curves("Throughput (simulated)", "workers", "samples/s of all workers", counts, lines, note)
+    largest = [by[name, counts[-1]][0] for name in settings]
+    parts = {
+        "compute": [one.compute for one in largest],
+        "exposed lookup": [one.exposed_lookup for one in largest],
+        "exposed communication": [one.exposed_communication for one in largest],
+    }
+    shown = [sum(values) for values in zip(*parts.values(), strict=True)]
+    parts["rest"] = [max(0.0, one.step - sum_) for one, sum_ in zip(largest, shown, strict=True)]
+    bounds = {"longest lane": [one.longest_lane for one in largest]}
+    yield Bars(f"A step on {counts[-1]:,} workers (simulated)", "ms", settings, parts, bounds, note)

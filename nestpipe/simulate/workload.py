@@ -1,0 +1,215 @@
+"""A workload: what one worker's step does, in numbers. From a config, by reading some of its data and building its model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nestpipe.batch import Batch, Jagged
+from nestpipe.config import Built, Config, build
+from nestpipe.exchange.clustering import cluster
+from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.kernels.keys import Deduplicator
+from nestpipe.simulate.keys import Growth, count
+from nestpipe.tables import Feature, Table
+
+BATCHES = 8  # that are read, to count keys
+MODEL_SAMPLES = 8  # on which the model's operations are counted
+PLACED = 8  # workers among whom clustering deals rows out; what it gains hardly depends on how many there are
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLoad:
+    """One table, as a worker's batch uses it.
+
+    keys: of the batch, repeated ones included. growth: how many distinct ones there are among so many.
+    bags: pooled vectors that the batch needs of it; 0: its rows are used one by one.
+    record: bytes of a row with its optimizer's state. owners: workers that hold it, if not all of a group.
+    """
+
+    name: str
+    dim: int
+    keys: float
+    growth: Growth
+    record: int
+    bags: float = 0.0
+    tier: str = "memory"
+    pooled_at: str = "source"
+    owners: int | None = None
+
+    def travelling(self, workers: int) -> float:
+        """Bytes of rows, or of pooled vectors where they are fewer, that a batch gets from all owners."""
+        row_bytes = self.growth(self.keys) * self.dim * 4
+        if not self.bags or self.pooled_at == "source":
+            return row_bytes
+        owners = min(workers, self.owners or workers)
+        bag_bytes = self.bags * owners * (1 - (1 - 1 / owners) ** (self.keys / self.bags)) * self.dim * 4
+        return bag_bytes if self.pooled_at == "owner" else min(row_bytes, bag_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """What each micro-batch has, as a part of the batch in one piece: of the compute, of the rows that travel for it, of the
+    gradients that leave after it. Rows that travel again add up to more than one."""
+
+    compute: Sequence[float]
+    rows: Sequence[float]
+    grads: Sequence[float]
+
+
+WHOLE = Split((1.0,), (1.0,), (1.0,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One worker's batch.
+
+    input_bytes: keys, dense inputs and labels. key_bytes: of a key on its way to its owner.
+    forward_flops, backward_flops: of the model. dense_bytes: of its parameters.
+    batches, plan: what micro-batches are cut from; see `split`.
+    """
+
+    name: str
+    samples: int
+    input_bytes: float
+    tables: Sequence[TableLoad]
+    dense_bytes: float
+    forward_flops: float
+    backward_flops: float
+    key_bytes: int = 8
+    batches: Sequence[Batch] = ()
+    plan: ExchangePlan | None = None
+
+    @property
+    def keys(self) -> float:
+        return sum(table.keys for table in self.tables)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  (a handful of workloads live as long as the program)
+    def split(self, micro_batches: int, clustering: str = "none", window_cache: bool = True) -> Split:
+        """Counted in the batches that were read, cut as the engine would cut them."""
+        if micro_batches == 1:
+            return WHOLE
+        assert self.plan is not None, "a workload made by hand without batches has no micro-batches"
+        found = [_split(batch, self.plan, micro_batches, clustering, window_cache) for batch in self.batches[:4]]
+        return Split(*(tuple(np.mean([getattr(one, name) for one in found], axis=0).tolist()) for name in _SHARES))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+_SHARES = ("compute", "rows", "grads")
+
+
+def of_config(config: Config, *, batches: int = BATCHES) -> Workload:
+    """Reads the first training batches, counts their keys, and counts the operations of the model."""
+    built = build(config)
+    size = config.train.batch_size
+    source = built.data.batches("train", batch_size=size, rank=0, world=1, seed=config.train.seed)
+    read = [batch for batch in itertools.islice(source, batches) if batch.size]
+    if not read:
+        raise ValueError("config: the training data is empty, so there is nothing to count")
+    return of_batches(str(config.model["kind"]), read, built)
+
+
+def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
+    plan = ExchangePlan(built.tables, built.features, _owners(built.tables))
+    first = batches[0]
+    forward, backward = flops(built.model, first.slice(0, min(first.size, MODEL_SAMPLES)), built.features, built.tables)
+    each = first.size / min(first.size, MODEL_SAMPLES)
+    keys = np.concatenate([one.keys[feature.name].values.numpy() for one in batches for feature in built.features])
+    return Workload(
+        name=name,
+        samples=first.size,
+        input_bytes=float(np.mean([_bytes(batch) for batch in batches])),
+        tables=[_load(table, built.features, batches) for table in built.tables],
+        dense_bytes=float(sum(one.numel() * one.element_size() for one in built.model.parameters())),
+        forward_flops=forward * each,
+        backward_flops=backward * each,
+        key_bytes=4 if not len(keys) or (keys.min() >= 0 and keys.max() < 2**31) else 8,
+        batches=list(batches),
+        plan=plan,
+    )
+
+
+def _owners(tables: Sequence[Table]) -> list[np.ndarray]:
+    return [np.arange(PLACED) for _ in tables]
+
+
+def _bytes(batch: Batch) -> int:
+    tensors = [*batch.dense.values(), *([batch.labels] if isinstance(batch.labels, torch.Tensor) else [])]
+    plain = sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
+    return plain + sum(8 * (len(keys.values) + len(keys.offsets)) for keys in batch.keys.values())
+
+
+def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -> TableLoad:
+    mine = [feature for feature in features if feature.table == table.name]
+    keys = [np.concatenate([batch.keys[feature.name].values.numpy() for feature in mine]) for batch in batches]
+    sequences = any(feature.pooling is None for feature in mine)
+    bags = 0.0 if sequences else float(np.mean([batch.size * len(mine) for batch in batches]))
+    element = torch.empty(0, dtype=table.dtype).element_size()
+    return TableLoad(
+        name=table.name,
+        dim=table.dim,
+        keys=float(np.mean([len(one) for one in keys])),
+        growth=count(keys),
+        record=table.dim * element + 4 * table.optimizer.state_floats(table.dim),
+        bags=bags,
+        tier=table.tier,
+        pooled_at="source" if sequences else table.pooled_at,
+        owners=table.owners,
+    )
+
+
+def flops(model: nn.Module, batch: Batch, features: Sequence[Feature], tables: Sequence[Table]) -> tuple[float, float]:
+    """Floating-point operations of a forward and of a backward, as torch counts them."""
+    dims = {table.name: table.dim for table in tables}
+    rows: dict[str, Any] = {}
+    for feature in features:
+        keys, dim = batch.keys[feature.name], dims[feature.table]
+        num = len(keys.values) if feature.pooling is None else batch.size
+        leaf = torch.zeros(num, dim).requires_grad_()
+        rows[feature.name] = Jagged(leaf, keys.offsets) if feature.pooling is None else leaf
+    with FlopCounterMode(display=False) as counter:
+        output = model(batch, rows)
+        forward = float(counter.get_total_flops())
+        (output if isinstance(output, torch.Tensor) else output.losses).sum().backward()
+    model.zero_grad(set_to_none=True)
+    return forward, float(counter.get_total_flops()) - forward
+
+
+def _split(batch: Batch, plan: ExchangePlan, micro_batches: int, clustering: str, window_cache: bool) -> Split:
+    order, bounds = cluster(batch, plan, micro_batches, clustering, Deduplicator(), rank=0, world=PLACED)
+    home = np.empty(batch.size, np.int64)
+    home[np.arange(batch.size) if order is None else order] = np.repeat(np.arange(micro_batches), np.diff(bounds))
+    rows, grads, whole = np.zeros(micro_batches), np.zeros(micro_batches), 0.0
+    tokens = np.zeros(micro_batches)
+    for table, features in zip(plan.tables, plan.features_of, strict=True):
+        parts = [batch.keys[feature.name] for feature in features]
+        keys = np.concatenate([part.values.numpy() for part in parts])
+        where = np.concatenate([np.repeat(home, np.diff(part.offsets.numpy())) for part in parts])
+        tokens += np.bincount(where, minlength=micro_batches)
+        _, distinct = np.unique(keys, return_inverse=True)
+        num = int(distinct.max(initial=-1)) + 1
+        whole += table.dim * num
+        if not window_cache:
+            pairs = np.unique(distinct * micro_batches + where) % micro_batches
+            again = table.dim * np.bincount(pairs, minlength=micro_batches)
+            rows += again
+            grads += again
+            continue
+        first, last = np.full(num, micro_batches), np.full(num, -1)
+        np.minimum.at(first, distinct, where)
+        np.maximum.at(last, distinct, where)
+        rows += table.dim * np.bincount(first, minlength=micro_batches)
+        grads += table.dim * np.bincount(last, minlength=micro_batches)
+    whole = whole or 1.0
+    compute = tokens / tokens.sum() if tokens.sum() else np.diff(bounds) / max(1, batch.size)
+    return Split(compute.tolist(), (rows / whole).tolist(), (grads / whole).tolist())
