@@ -134,7 +134,12 @@ def _positive(text: str) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    return sorted({_positive(one) for one in text.split(",")})
+    try:
+        return sorted({_positive(one) for one in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"write numbers with commas between them, as in 128,256; got {text!r}"
+        ) from None
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -102,8 +102,7 @@ def make_plan(
     config, cluster = read(path, overrides), profile.read(profile_name)
     counted = dict(_rows(text) for text in rows)
     load = of_config(config)
-    budgets = {name: values.get("memory") for name, values in config.tables.items()}
-    choices = plan.plan(load, cluster, workers, counted, budgets)
+    choices = plan.plan(load, cluster, workers, counted)
     note = f"{describe(load)} on {workers:,} workers of {cluster.name}. Predicted, not measured."
     sections = plan.sections(choices, note)
     if json_file is not None:

@@ -75,8 +75,9 @@ class Costs:
         }
         # Neighbours on a node are replicas of each other, so that what they exchange uses the fastest links; those that hold
         # different keys are as many workers apart.
-        groups = np.arange(workers) % setting.replicas
-        self._groups = groups if profile.jitter and setting.replicas > 1 else None
+        apart = profile.jitter > 0 and setting.replicas > 1
+        self._groups = np.arange(workers) % setting.replicas if apart else None
+        self._replicas = np.arange(workers) // setting.replicas if apart else None
         self._fixed = {(name, part): self._of(name, part) for name, part in ops}
 
     @property
@@ -142,7 +143,7 @@ class Costs:
                 return Cost(alone, self.profile.network.all_reduce(AGREED, self.workers))
             case op.UPDATE if self.setting.replicas > 1:
                 num_bytes = self.owned_rows(batches=self.setting.replicas) * self._mean_record
-                return Cost(alone, self.profile.network.all_reduce(num_bytes, self.setting.replicas))
+                return Cost(alone, self.profile.network.all_reduce(num_bytes, self.setting.replicas), self._replicas)
             case _:
                 return Cost(alone)
         return Cost(alone, seconds, self._groups)

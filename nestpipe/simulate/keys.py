@@ -48,12 +48,12 @@ class Measured:
     def __call__(self, drawn: float) -> float:
         if drawn <= 0:
             return 0.0
-        x, y = np.log(self.drawn), np.log(self.distinct)
-        if len(x) == 1:
-            return min(drawn, float(self.distinct[0] * drawn / self.drawn[0]))
-        at = int(np.clip(np.searchsorted(x, np.log(drawn)) - 1, 0, len(x) - 2))
-        slope = min(1.0, (y[at + 1] - y[at]) / (x[at + 1] - x[at]))
-        return float(min(drawn, np.exp(y[at] + slope * (np.log(drawn) - x[at]))))
+        x, y, at = np.log(self.drawn), np.log(self.distinct), np.log(drawn)
+        if x[0] <= at <= x[-1]:
+            return float(np.exp(np.interp(at, x, y)))
+        end = 0 if at < x[0] else -1
+        slope = 1.0 if len(x) == 1 else (y[1] - y[0]) / (x[1] - x[0]) if end == 0 else (y[-1] - y[-2]) / (x[-1] - x[-2])
+        return float(min(drawn, np.exp(y[end] + min(1.0, slope) * (at - x[end]))))
 
 
 def count(keys: Sequence[np.ndarray]) -> Measured:

@@ -21,7 +21,7 @@ class Level:
     congestion: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.latency < 0 or self.congestion < 0 or not self.bandwidth > 0:
+        if not (self.latency >= 0 and self.congestion >= 0 and self.bandwidth > 0):
             raise ValueError(
                 f"a link needs a bandwidth above 0, and a latency and congestion of at least 0, got {self}"
             )

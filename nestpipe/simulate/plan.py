@@ -56,9 +56,8 @@ def memory(
     setting: Setting,
     workers: int,
     rows: Mapping[str, float],
-    budgets: Mapping[str, int | str | None] | None = None,
 ) -> Memory:
-    """rows: of each table, over all workers; one that is not named counts as empty. budgets: `memory` of tables on disk."""
+    """Of the worker that has most. rows: of each table, over all workers; one that is not named counts as empty."""
     unknown = sorted(set(rows) - {table.name for table in workload.tables})
     if unknown:
         known = ", ".join(table.name for table in workload.tables)
@@ -66,14 +65,13 @@ def memory(
     costs = Costs(workload, profile, setting, workers)
     host = disk = 0.0
     for table in workload.tables:
-        mine = rows.get(table.name, 0.0) / costs.group
-        host += mine * INDEX
+        owners = min(costs.group, table.owners or costs.group)
+        mine = rows.get(table.name, 0.0) / owners
         if table.tier == "disk":
-            budget = (budgets or {}).get(table.name) or DEFAULT_MEMORY
-            host += num_bytes(budget) / costs.group
+            host += num_bytes(table.memory or DEFAULT_MEMORY) / owners
             disk += mine * (table.record + 16) * 4096 / (4096 - 232)  # slots in blocks, see docs/storage.md
         else:
-            host += mine * table.record
+            host += mine * (table.record + INDEX)
     records = sum(t.growth(t.keys * costs.group) / costs.group * t.record for t in workload.tables)
     moving = 4 * costs.moved_bytes  # rows that leave and come, gradients that leave and come
     batches = IN_FLIGHT if setting.schedule not in ("serial", "fwp") else 1
@@ -99,14 +97,13 @@ def plan(
     profile: Profile,
     workers: int,
     rows: Mapping[str, float],
-    budgets: Mapping[str, int | str | None] | None = None,
 ) -> list[Choice]:
     """All settings, the best first: those that fit before those that do not; of those about as fast, the simplest first."""
     choices = []
     for setting in settings(workers):
         if setting.micro_batches > workload.samples:
             continue
-        needed = memory(workload, profile, setting, workers, rows, budgets)
+        needed = memory(workload, profile, setting, workers, rows)
         found = predict(workload, profile, setting, workers)
         choices.append(Choice(setting, found, needed, needed.short_of(profile)))
     simplicity = {one.setting: place for place, one in enumerate(choices)}

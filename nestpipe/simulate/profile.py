@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,43 +113,74 @@ def read(name: str) -> Profile:
         values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"cannot read the profile {path}: {error.strerror or error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     return parse(path.stem, values)
 
 
 def parse(name: str, values: Mapping[str, Any]) -> Profile:
-    rest = dict(values)
+    """Raises ValueError with the nearest known name for what is misspelt."""
+    where = f"profile {name}"
+    _known(where, values, ["links", "operations", *_PLAIN])
+    links, operations = (_section(where, values, section) for section in ("links", "operations"))
+    _known(f"{where}: links", links, ["per_node", "inside", "between"])
+    levels = [
+        _made(f"{where}: links.{one}", Level, _section(f"{where}: links", links, one)) for one in ("inside", "between")
+    ]
+    per_node = links.get("per_node")
+    if type(per_node) is not int or per_node < 1:
+        raise ValueError(f"{where}: links.per_node must be a whole number of at least 1, got {per_node!r}")
+    works = {one: _made(f"{where}: operations.{one}", Work, _section(where, operations, one)) for one in operations}
+    plain = {entry: value for entry, value in values.items() if entry in _PLAIN}
+    for entry, value in plain.items():
+        if entry == "note" and not isinstance(value, str):
+            raise ValueError(f"{where}: note must be text, got {value!r:.40}")
+        if entry == "hosted" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise ValueError(f"{where}: hosted must be a list of operations, got {value!r:.40}")
+        if entry not in ("note", "hosted") and type(value) not in (int, float):
+            raise ValueError(f"{where}: {entry} must be a number, got {value!r:.40}")
+    if "hosted" in plain:
+        plain["hosted"] = tuple(plain["hosted"])
+    return Profile(name=name, network=Network(per_node, *levels), operations=works, **plain)
+
+
+def _known(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for entry in values:
+        if entry not in known:
+            raise ValueError(f"{where}: {entry!r}, {did_you_mean(entry, list(known))}")
+
+
+def _section(where: str, values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if name not in values:
+        raise ValueError(f"{where}: {name!r} is missing; see docs/scaling.md for what a profile has")
+    if not isinstance(values[name], Mapping):
+        raise ValueError(f"{where}: {name} must be a section, got {values[name]!r:.40}")
+    return values[name]
+
+
+def _made(where: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
+    _known(where, values, [field.name for field in dataclasses.fields(kind)])
+    for entry, value in values.items():
+        if type(value) not in (int, float):
+            raise ValueError(f"{where}: {entry} must be a number, got {value!r:.40}")
+    for field in dataclasses.fields(kind):
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise ValueError(f"{where}: {field.name!r} is missing; see docs/scaling.md for what a profile has")
     try:
-        links = dict(rest.pop("links"))
-        network = Network(int(links.pop("per_node")), *(Level(**links.pop(level)) for level in ("inside", "between")))
-        operations = {one: Work(**work) for one, work in dict(rest.pop("operations")).items()}
-    except KeyError as error:
-        raise ValueError(f"profile {name}: {error.args[0]!r} is missing; see docs/scaling.md for an example") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"profile {name}: {error}") from None
-    if network.per_node < 1:
-        raise ValueError(f"profile {name}: links.per_node must be at least 1, got {network.per_node}")
-    for entry in (*links, *rest):
-        if entry not in _PLAIN:
-            raise ValueError(f"profile {name}: {entry!r}, {did_you_mean(entry, ['links', 'operations', *_PLAIN])}")
-    if "hosted" in rest:
-        rest["hosted"] = tuple(rest["hosted"])
-    try:
-        return Profile(name=name, network=network, operations=operations, **rest)
-    except TypeError as error:  # text where a number is wanted
-        raise ValueError(f"profile {name}: {error}") from None
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def to_toml(profile: Profile) -> str:
     """As `read` reads it, with the unit of each operation beside it."""
     network = profile.network
-    lines = [f"# {line}" for line in profile.note.splitlines()] + ["", f'note = """\n{profile.note}"""']
+    note = profile.note.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    lines = [f'note = """\n{note}"""']
     for name in _PLAIN[1:]:
         value = getattr(profile, name)
         shown = "[" + ", ".join(f'"{one}"' for one in value) + "]" if name == "hosted" else f"{value:.6g}"
         lines.append(f"{name} = {shown}")
-    lines = lines[len(profile.note.splitlines()) + 1 :]
     lines += ["", "[links]", f"per_node = {network.per_node}  # workers"]
     for name, level in (("inside", network.inside), ("between", network.between)):
         lines += ["", f"[links.{name}]", f"latency = {level.latency:.6g}  # seconds a message"]

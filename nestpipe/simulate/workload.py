@@ -33,6 +33,7 @@ class TableLoad:
     keys: of the batch, repeated ones included. growth: how many distinct ones there are among so many.
     bags: pooled vectors that the batch needs of it; 0: its rows are used one by one.
     record: bytes of a row with its optimizer's state. owners: workers that hold it, if not all of a group.
+    memory: budget over all workers of a table on disk, its index included.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TableLoad:
     tier: str = "memory"
     pooled_at: str = "source"
     owners: int | None = None
+    memory: int | str | None = None
 
     def travelling(self, workers: int) -> float:
         """Bytes of rows, or of pooled vectors where they are fewer, that a batch gets from all owners."""
@@ -144,9 +146,11 @@ def _owners(tables: Sequence[Table]) -> list[np.ndarray]:
 
 
 def _bytes(batch: Batch) -> int:
-    tensors = [*batch.dense.values(), *([batch.labels] if isinstance(batch.labels, torch.Tensor) else [])]
-    plain = sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
-    return plain + sum(8 * (len(keys.values) + len(keys.offsets)) for keys in batch.keys.values())
+    """Keys, dense inputs and labels, with their offsets and weights."""
+    entries = [*batch.dense.values(), batch.labels, *batch.keys.values()]
+    parts = [(one.values, one.offsets, one.weights) if isinstance(one, Jagged) else (one,) for one in entries]
+    tensors = [one for part in parts for one in part if isinstance(one, torch.Tensor)]
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -> TableLoad:
@@ -165,6 +169,7 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
         tier=table.tier,
         pooled_at="source" if sequences else table.pooled_at,
         owners=table.owners,
+        memory=table.memory,
     )
 
 

@@ -1,0 +1,233 @@
+"""Costs: how much each operation does and what it takes, by hand; jitter, crowding, shared cores, replicas, reading."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nestpipe.schedule import ops as op
+from nestpipe.schedule.ops import ORDER, Op
+from nestpipe.simulate.costs import AGREED, BUCKET, Costs, Setting
+from nestpipe.simulate.network import Level, Network
+from nestpipe.simulate.profile import LOOKUPS, READ
+from nestpipe.simulate.sweep import predict, run
+from nestpipe.simulate.workload import Workload
+from tests.simulate.tiny import load, profile, workload
+
+SERIAL = Setting("serial")
+LINKS = Network(4, Level(latency=1e-6, bandwidth=1e9), Level(latency=1e-5, bandwidth=1e8))
+ONE_EACH = {name: (1.0, 0.0) for name in ORDER}
+
+
+def alone(costs: Costs, name: str) -> float:
+    return float(np.mean(costs(Op(name, 0)).alone))
+
+
+# -- how much ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_operation_does_as_much_as_by_hand() -> None:
+    # 4 workers draw 160 keys, 80 of them distinct; each owns 20. In two batches it is 40: none is shared.
+    costs = Costs(workload(), profile({}), SERIAL, 4)
+    assert {name: costs.units(name) for name in ORDER} == {
+        "PREFETCH": 10, "H2D": 1000, "ROUTE": 40, "RETRIEVE": 20, "SYNC": 0, "EMB": 20 * 8 * 4, "FWD": 1e6, "BWD": 2e6,
+        "REDUCE": 400, "AGREE": 1, "GRAD": 20 * 8 * 4, "UPDATE": 20, "DENSE": 400, "WRITEBACK": 20,
+    }  # fmt: skip
+    assert costs.units(READ) == 10 and costs.sent_keys == 20
+
+
+def test_sync_does_the_rows_of_two_batches_in_a_row() -> None:
+    # All workers draw from 30 keys, and always see all of them.
+    few = workload(tables=[load(growth=lambda drawn: min(drawn, 30.0))])
+    assert Costs(few, profile({}), SERIAL, 2).units("SYNC") == 15
+    assert Costs(few, profile({}), SERIAL, 2).units("RETRIEVE") == 15
+
+
+def test_an_operation_takes_its_fixed_time_and_one_for_each_unit() -> None:
+    costs = Costs(workload(), profile({"RETRIEVE": (0.5, 0.01), "FWD": (0.0, 1e-6)}), SERIAL, 4)
+    assert alone(costs, "RETRIEVE") == pytest.approx(0.5 + 0.2) and alone(costs, "FWD") == pytest.approx(1.0)
+    assert alone(costs, "BWD") == 0
+
+
+def test_what_workers_do_together_takes_what_the_network_says() -> None:
+    costs = Costs(workload(), profile({}, network=LINKS), SERIAL, 8)
+    rows = LINKS.all_to_all(20 * 8 * 4, 8)
+    assert costs(Op("EMB", 0)).together == costs(Op("GRAD", 0)).together == rows > 0
+    sizes = LINKS.all_to_all(8 * 2 * 8, 8)
+    assert costs(Op("ROUTE", 0)).together == pytest.approx(LINKS.all_to_all(20 * 8, 8) + sizes)
+    assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(AGREED, 8)
+    for name in set(ORDER) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
+        assert costs(Op(name, 0)).together is None
+
+
+def test_on_one_worker_nobody_meets() -> None:
+    costs = Costs(workload(), profile(ONE_EACH, network=LINKS), SERIAL, 1)
+    assert all(costs(Op(name, 0)).together is None for name in ORDER)
+    assert costs.counts.tolist() == [1]
+
+
+def test_the_sum_of_dense_gradients_hides_behind_the_backward_but_for_its_last_bucket() -> None:
+    big = workload(dense_bytes=4 * BUCKET)
+    whole, last = LINKS.all_reduce(4 * BUCKET, 8), LINKS.all_reduce(BUCKET, 8)
+    for backward, left in ((0.0, whole), (0.1, whole - 0.1), (100.0, last)):
+        costs = Costs(big, profile({"BWD": (backward, 0.0)}, network=LINKS), SERIAL, 8)
+        assert costs(Op("REDUCE", 0)).together == pytest.approx(left)
+
+
+def test_micro_batches_have_their_shares(histories: Workload) -> None:
+    setting = Setting("nested", 4, False, "shared")
+    split = histories.split(4, "shared", False)
+    costs = Costs(histories, profile({}), setting, 4)
+    for part in range(4):
+        assert costs.units("EMB", part) == pytest.approx(costs.moved_bytes * split.rows[part])
+        assert costs.units("GRAD", part) == pytest.approx(costs.moved_bytes * split.grads[part])
+        assert costs.units("FWD", part) == pytest.approx(histories.forward_flops * split.compute[part])
+    # dbp cuts the compute only: rows travel at once.
+    cut = Costs(histories, profile({}), Setting("dbp", 4), 4)
+    assert cut.units("EMB") == pytest.approx(cut.moved_bytes)
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "stretched"), [(1, 1.0), (2, 1.0), (3, 1.5), (4, 2.0), (64, 2.0)])
+def test_work_of_the_host_stretches_with_the_workers_on_its_cores(workers: int, stretched: float) -> None:
+    hosted = profile(ONE_EACH, cores=2, hosted=("PREFETCH", "UPDATE"))  # nodes of four
+    costs = Costs(workload(), hosted, SERIAL, workers)
+    took = {name: alone(costs, name) for name in ORDER}
+    assert took == {name: stretched if name in ("PREFETCH", "UPDATE") else 1.0 for name in ORDER}
+
+
+def test_cores_enough_for_all_stretch_nothing() -> None:
+    assert alone(Costs(workload(), profile(ONE_EACH, hosted=("FWD",)), SERIAL, 64), "FWD") == 1
+    assert alone(Costs(workload(), profile(ONE_EACH, hosted=("FWD",), cores=9), SERIAL, 64), "FWD") == 1
+
+
+def test_a_crowded_cluster_slows_lookups_down_and_nothing_else() -> None:
+    costs = Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 101)
+    assert {name: alone(costs, name) for name in ORDER} == {name: 2.0 if name in LOOKUPS else 1.0 for name in ORDER}
+    assert alone(Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 1), "RETRIEVE") == 1
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(6, 4), (2, 4), (0, 1), (4, 0)])
+def test_replicas_must_divide_workers(workers: int, replicas: int) -> None:
+    with pytest.raises(ValueError, match=f"{workers} workers cannot form {replicas} equal groups"):
+        Costs(workload(), profile({}), Setting("serial", replicas=replicas), workers)
+
+
+def test_replicas_exchange_rows_in_smaller_groups_and_what_they_update_between_them() -> None:
+    setting = Setting("serial", replicas=4)
+    costs = Costs(workload(), profile({}, network=LINKS), setting, 16)
+    assert costs.group == 4
+    assert costs(Op("EMB", 0)).together == LINKS.all_to_all(20 * 8 * 4, 4, spread=4)
+    # Four groups ask an owner for 20 rows each: 80 distinct ones, each with its state.
+    assert costs(Op("UPDATE", 0)).together == pytest.approx(LINKS.all_reduce(80 * 36, 4))
+    assert Costs(workload(), profile({}, network=LINKS), SERIAL, 16)(Op("UPDATE", 0)).together is None
+
+
+def test_with_jitter_only_workers_of_a_replica_wait_for_each_other() -> None:
+    costs = Costs(workload(), profile({}, network=LINKS, jitter=0.1), Setting("serial", replicas=2), 6)
+    group = costs(Op("EMB", 0)).group
+    assert group is not None and group.tolist() == [0, 1, 0, 1, 0, 1]
+    assert costs(Op("AGREE", 0)).group is None
+
+
+# -- jitter ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_jitter_one_column_stands_for_all() -> None:
+    simulated, costs = run(workload(), profile(ONE_EACH), SERIAL, 1536, steps=3)
+    assert costs.counts.tolist() == [1536] and simulated.world == 1536
+    assert all(times.shape == (2, 1) for times in simulated.times.values())
+
+
+def test_jitter_keeps_the_mean_and_has_the_deviation_asked_for() -> None:
+    shaken = profile({"FWD": (2.0, 0.0)}, jitter=0.3, network=LINKS)
+    costs = Costs(workload(), shaken, SERIAL, 500)
+    assert costs.counts.tolist() == [1] * 500
+    drawn = np.concatenate([np.asarray(costs(Op("FWD", batch)).alone) for batch in range(100)])
+    assert drawn.mean() == pytest.approx(2.0, rel=0.01) and drawn.std() == pytest.approx(0.6, rel=0.03)
+    assert (drawn > 0).all()
+    plain = Costs(workload(), dataclasses.replace(shaken, jitter=0.0), SERIAL, 500)(Op("EMB", 0)).together
+    meetings = [costs(Op("EMB", batch)).together for batch in range(2000)]
+    assert np.ndim(meetings[0]) == 0, "a meeting ends for all at once"
+    assert np.mean(meetings) == pytest.approx(plain, rel=0.03)
+
+
+def test_jitter_is_new_for_each_operation_and_the_same_for_a_seed() -> None:
+    shaken = profile(ONE_EACH, jitter=0.3)
+    costs, again = (Costs(workload(), shaken, SERIAL, 4, seed=5) for _ in range(2))
+    other = Costs(workload(), shaken, SERIAL, 4, seed=6)
+
+    def drawn(of: Costs, name: str, batch: int) -> list[float]:
+        return np.asarray(of(Op(name, batch)).alone).tolist()
+
+    assert drawn(costs, "FWD", 1) == drawn(again, "FWD", 1)
+    assert drawn(costs, "FWD", 1) not in (drawn(other, "FWD", 1), drawn(costs, "FWD", 2), drawn(costs, "BWD", 1))
+    assert len(set(drawn(costs, "FWD", 1))) == 4
+
+
+def test_jitter_makes_a_nested_step_longer(histories: Workload) -> None:
+    """Workers wait for the slowest of them at every meeting."""
+    operations = {"FWD": (1.0, 0.0), "BWD": (2.0, 0.0), "RETRIEVE": (3.0, 0.0), "SYNC": (0.1, 0.0)}
+    setting = Setting("nested", 2)
+    even = predict(histories, profile(operations, network=LINKS), setting, 16)
+    shaken = predict(histories, profile(operations, network=LINKS, jitter=0.2), setting, 16)
+    assert 1.05 * even.step < shaken.step < 2 * even.step
+    assert shaken.compute == pytest.approx(even.compute, rel=0.1)
+
+
+def test_8192_workers_with_jitter_can_be_run(histories: Workload) -> None:
+    simulated, _ = run(histories, profile(ONE_EACH, jitter=0.1, network=LINKS), Setting("nested", 4), 8192, steps=20)
+    assert simulated.times[Op("DENSE", 19)].shape == (2, 8192) and simulated.world == 8192
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["serial", "dbp", "nested"])
+@pytest.mark.parametrize(("reading", "step"), [(0.0, 3.0), (2.0, 3.0), (5.0, 5.0)])
+def test_reading_hides_behind_compute_and_bounds_the_step_when_it_is_longest(
+    name: str, reading: float, step: float
+) -> None:
+    reads = profile({READ: (reading, 0.0), "FWD": (1.0, 0.0), "BWD": (2.0, 0.0)})
+    found = predict(workload(), reads, Setting(name), 4, steps=40)
+    assert found.step == pytest.approx(1e3 * step, rel=1e-6)
+    if reading > 3:
+        assert (found.limit, found.limit_op) == ("source", READ)
+    else:
+        assert (found.limit, found.limit_op) == ("compute", "the model")
+
+
+def test_reading_is_no_further_ahead_than_two_batches() -> None:
+    simulated, costs = run(workload(), profile({READ: (0.1, 0.0), "FWD": (1.0, 0.0)}), SERIAL, 1, steps=8)
+    begun = [simulated.times[Op(READ, batch)][0, 0] for batch in range(8)]
+    taken = [simulated.times[Op("PREFETCH", batch)][1, 0] for batch in range(8)]
+    assert begun[:2] == pytest.approx([0.0, 0.1])
+    assert begun[2:] == pytest.approx([max(a, b + 0.1) for a, b in zip(taken, begun[1:], strict=False)][:6])
+    assert "source" in costs.schedule.lanes
+    assert "source" not in Costs(workload(), profile({}), SERIAL, 1).schedule.lanes
+
+
+def test_reading_lets_all_else_run_as_without_it(histories: Workload) -> None:
+    operations = {"PREFETCH": (0.2, 0.0), "RETRIEVE": (1.0, 0.0), "FWD": (1.0, 0.0), "BWD": (2.0, 0.0)}
+    setting = Setting("nested", 2)
+    without, _ = run(histories, profile(operations), setting, 2, steps=6)
+    with_, _ = run(histories, profile({**operations, READ: (0.0, 0.0)}), setting, 2, steps=6)
+    assert {one for one in with_.times if one.name != READ} == set(without.times)
+    for one, times in without.times.items():
+        np.testing.assert_array_equal(times, with_.times[one])
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_setting_is_called_what_it_does() -> None:
+    assert SERIAL.name == "serial" and Setting("stale").name == "stale (NOT exact)"
+    assert Setting("nested", 8).name == "nested, N = 8"
+    assert (
+        Setting("nested", 8, False, "shared", 4).name == "nested, N = 8, no window cache, clustering shared, 4 replicas"
+    )
+    assert Setting("nested", 8).make().num_parts(op.EMB) == 8
