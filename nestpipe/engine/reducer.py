@@ -8,6 +8,7 @@ their way. It also needs no forward from a worker that has no samples, or whose 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,8 +48,11 @@ class Reducer:
         self._twice = ""  # a parameter whose gradient came after its bucket had started
         for members in self._deal():
             self._open(members)
+        # Weakly: torch keeps hooks where the garbage collector does not look. A reducer that they held would never go, nor would
+        # its group, whose threads wake up a hundred times a second.
+        me = weakref.ref(self)
         for i, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(i))
+            parameter.register_post_accumulate_grad_hook(_hook(me, i))
         self.clear()
 
     def _deal(self) -> list[list[int]]:
@@ -78,25 +82,20 @@ class Reducer:
             start += parameter.numel()
         self._buckets.append(_Bucket(buffer, len(parameters)))
 
-    def _hook(self, i: int) -> Callable[[Tensor], None]:
-        def completed(parameter: Tensor) -> None:
-            self._used[i] = True
-            if parameter.grad is not self._views[i] and parameter.grad is not None:
-                # A backward that puts a gradient in place of the one that was there.
-                self._views[i].copy_(parameter.grad)
-                parameter.grad = self._views[i]
-            if self._last:
-                bucket = self._buckets[self._bucket_of[i]]
-                if bucket.work is not None:
-                    self._twice = self._names[i]
-                bucket.ready += 1
-                while (
-                    self._next < len(self._buckets)
-                    and self._buckets[self._next].ready >= self._buckets[self._next].size
-                ):
-                    self._start()
-
-        return completed
+    def _completed(self, i: int, parameter: Tensor) -> None:
+        """The gradient of a parameter is there."""
+        self._used[i] = True
+        if parameter.grad is not self._views[i] and parameter.grad is not None:
+            # A backward that puts a gradient in place of the one that was there.
+            self._views[i].copy_(parameter.grad)
+            parameter.grad = self._views[i]
+        if self._last:
+            bucket = self._buckets[self._bucket_of[i]]
+            if bucket.work is not None:
+                self._twice = self._names[i]
+            bucket.ready += 1
+            while self._next < len(self._buckets) and self._buckets[self._next].ready >= self._buckets[self._next].size:
+                self._start()
 
     def _start(self) -> None:
         bucket = self._buckets[self._next]
@@ -142,3 +141,12 @@ class Reducer:
         self._used = [False] * len(self._used)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
+
+
+def _hook(reducer: weakref.ref[Reducer], i: int) -> Callable[[Tensor], None]:
+    def completed(parameter: Tensor) -> None:
+        here = reducer()
+        if here is not None:
+            here._completed(i, parameter)
+
+    return completed

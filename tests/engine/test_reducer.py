@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -116,3 +118,20 @@ def reentrant() -> str:
 def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(cluster: Cluster) -> None:
     for told in cluster.run(2, reentrant):
         assert "'layer." in told and "use_reentrant=False" in told
+
+
+def is_forgotten() -> bool:
+    model = nn.Linear(3, 1)
+    reducer = Reducer(list(model.named_parameters()), dist.group.WORLD)
+    reducer.begin_last()
+    model(torch.ones(2, 3)).sum().backward()
+    reducer.finish()
+    gone = weakref.ref(reducer)
+    del reducer, model
+    gc.collect()
+    return gone() is None
+
+
+def test_nothing_holds_a_reducer_that_nobody_uses_any_more(cluster: Cluster) -> None:
+    """Its group would live on, and with it a thread that wakes up a hundred times a second."""
+    assert cluster.run(2, is_forgotten) == [True, True]
