@@ -122,12 +122,12 @@ def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(cluster: Clust
 
 def is_forgotten() -> bool:
     model = nn.Linear(3, 1)
-    reducer = Reducer(list(model.named_parameters()), dist.group.WORLD)
-    reducer.begin_last()
+    one = reducer.Reducer(list(model.named_parameters()), dist.group.WORLD)
+    one.begin_last()
     model(torch.ones(2, 3)).sum().backward()
-    reducer.finish()
-    gone = weakref.ref(reducer)
-    del reducer, model
+    one.finish()
+    gone = weakref.ref(one)
+    del one, model
     gc.collect()
     return gone() is None
 
