@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -22,6 +23,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported: so that collecting after every job is cheap
     while True:
         job = pipe.recv()
         if job is None:
@@ -36,6 +38,7 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()
 
 
 class Cluster:
@@ -43,7 +46,8 @@ class Cluster:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["nestpipe"])
+        # torch's optimizers import torch._dynamo, seconds of it, when they are first used.
+        self._context.set_forkserver_preload(["nestpipe", "torch._dynamo"])
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
         self._runs = 0

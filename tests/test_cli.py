@@ -42,7 +42,7 @@ lr = 0.1
 batch_size = 32
 steps = 12
 """
-PATIENCE = 60.0  # seconds in which every worker must have left, with other tests beside
+PATIENCE = 180.0  # seconds in which every worker must have left; far more than it takes with other tests beside
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_a_model_in_the_working_directory_is_found_and_its_failure_shows_where(
 
 def test_two_workers_train_from_one_command(clicks: Path, tmp_path: Path) -> None:
     out, judged = tmp_path / "run", tmp_path / "judged.json"
-    code, text, error = finish(start("train", clicks, "--workers", "2", "--out", out), timeout=120)
+    code, text, error = finish(start("train", clicks, "--workers", "2", "--out", out))
     assert code == 0, error
     result = read(out / "result.json")
     assert (result["workers"], result["steps"], result["samples"]) == (2, 12, 12 * 64)
@@ -288,7 +288,7 @@ def test_all_workers_leave_when_one_is_killed(clicks: Path, tmp_path: Path, sche
     options = ("--schedule", schedule, "--out", out, "--set", "train.steps=100000000")
     process = start("train", clicks, "--workers", "2", *options)
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE
         while not list(out.glob("tensorboard/*")) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.5)  # into the steps

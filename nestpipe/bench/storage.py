@@ -55,7 +55,7 @@ class Size:
 
 
 FULL = Size(rows=73_000_000, memory="2GB", new_keys=50_000, keys=8_200, steps=200)
-QUICK = Size(rows=520_000, memory="64MB", new_keys=10_000, keys=1_000, steps=20)
+QUICK = Size(rows=400_000, memory="64MB", new_keys=10_000, keys=4_000, steps=10)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
