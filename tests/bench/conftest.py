@@ -9,19 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from nestpipe.bench import emulated
 from nestpipe.bench.links import Links
 from nestpipe.bench.sections import Bars, Curves, Section, Table, from_json, markdown, to_json
 from nestpipe.run import write_json
-from tests.cluster import Cluster
-
-
-def in_a_group(work: Callable[..., Any], *args: Any) -> Any:
-    if not dist.is_initialized():  # the cluster gives a single worker none
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return work(*args)
+from tests.cluster import Cluster, in_a_group
 
 
 @pytest.fixture
