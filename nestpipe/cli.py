@@ -1,4 +1,4 @@
-"""nestpipe train | evaluate | trace | bench | report | profile | simulate | plan"""
+"""nestpipe train | evaluate | checkpoint | trace | bench | report | profile | simulate | plan"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
           "simulator")  # fmt: skip
+STOPPED = 128 + 15  # as a shell tells of a program that SIGTERM has ended
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 
 
@@ -43,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--trace", action="store_true", help="record what runs when; look at it with `nestpipe trace RUN`"
     )
+    train.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint in --out")
+    train.add_argument("--restarts", type=_not_negative, default=0, metavar="K",
+                       help="when a worker is lost, start all again from the newest sound checkpoint, up to K times")  # fmt: skip
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("evaluate", help="evaluate a finished run")
@@ -56,6 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="timeline of a run that was trained with --trace")
     trace.add_argument("run", type=Path, metavar="RUN", help="run folder")
     trace.set_defaults(command=_trace)
+
+    checkpoint = commands.add_parser("checkpoint", help="look into checkpoints, check them, export their rows")
+    actions = checkpoint.add_subparsers(required=True, metavar="ACTION")
+    for name, what in (("inspect", "what is in it"), ("verify", "is every byte as it was written")):
+        action = actions.add_parser(name, help=what)
+        action.add_argument("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a folder of them")
+        action.set_defaults(command=_checkpoint, action=name)
+    export = actions.add_parser("export", help="rows of a table to Parquet")
+    export.add_argument("path", type=Path, metavar="CHECKPOINT")
+    export.add_argument("table", metavar="TABLE")
+    export.add_argument("out", type=Path, metavar="FILE.parquet")
+    export.set_defaults(command=_checkpoint, action="export")
 
     bench = commands.add_parser("bench", help="side-by-side measurements")
     bench.add_argument("suites", nargs="+", choices=["all", *SUITES], metavar="SUITE",
@@ -133,6 +149,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
+    return number
+
+
 def _counts(text: str) -> list[int]:
     try:
         return sorted({_positive(one) for one in text.split(",")})
@@ -151,23 +174,28 @@ def _train(arguments: argparse.Namespace) -> int:
 
         # Read here first: a misspelt entry is told once, at once, and not by every worker.
         def check() -> None:
+            if arguments.resume and arguments.out is None:
+                raise ValueError("--resume needs the run folder to go on in: --out RUN")
             config.read(arguments.config, overrides)
             run.check_writable(folder=folder, json_file=arguments.json)
 
         problem = _guard(check, 0)
         if problem:
             return problem
-        if arguments.workers > 1:
+        if arguments.workers > 1 or arguments.restarts:
             passed = ["train", str(arguments.config), "--out", str(folder)]
             passed += ["--json", str(arguments.json)] if arguments.json else []
             passed += ["--trace"] if arguments.trace else []
-            return _launch(arguments, passed + [text for one in overrides for text in ("--set", one)])
+            passed += ["--resume"] if arguments.resume else []
+            passed += [text for one in overrides for text in ("--set", one)]
+            return _launch(arguments, passed, restarts=arguments.restarts)
     else:
         folder = arguments.out or Path("runs") / arguments.config.stem
+    resume = arguments.resume or process.restarted()
 
     def work() -> None:
         parsed = config.read(arguments.config, overrides)
-        result = run.train(parsed, folder=folder, json_file=arguments.json, record=arguments.trace)
+        result = run.train(parsed, folder=folder, json_file=arguments.json, record=arguments.trace, resume=resume)
         if _rank() == 0:
             _tell(result, folder, arguments.json)
             if arguments.trace:
@@ -209,6 +237,24 @@ def _trace(arguments: argparse.Namespace) -> int:
     from nestpipe.trace import report
 
     return _guard(lambda: print(report(arguments.run)), 0)
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    from nestpipe.checkpoint import commands
+
+    flaws: list[str] = []
+
+    def work() -> None:
+        if arguments.action == "inspect":
+            print(commands.inspect(arguments.path))
+        elif arguments.action == "export":
+            rows = commands.export(arguments.path, arguments.table, arguments.out)
+            print(f"{rows:,} rows of {arguments.table}: {arguments.out}")
+        else:
+            flaws.extend(commands.verify(arguments.path))
+            print("\n".join(flaws) or f"{arguments.path}: sound")
+
+    return _guard(work, 0) or int(bool(flaws))
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -296,10 +342,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     return _guard(work, 0)
 
 
-def _launch(arguments: argparse.Namespace, passed: list[str]) -> int:
+def _launch(arguments: argparse.Namespace, passed: list[str], *, restarts: int = 0) -> int:
     from nestpipe.launch import run_workers
 
-    return run_workers(passed, workers=arguments.workers, port=arguments.port)
+    return run_workers(passed, workers=arguments.workers, port=arguments.port, restarts=restarts)
 
 
 def _rank() -> int:
@@ -323,9 +369,14 @@ def _worker(work: Any) -> int:
 def _guard(work: Any, rank: int) -> int:
     """0, or 1 after telling the user what went wrong and what to do."""
     from nestpipe.errors import TrainingError
+    from nestpipe.run import Stopped
 
     try:
         work()
+    except Stopped as error:
+        if rank == 0:
+            print(f"nestpipe: {error}", file=sys.stderr, flush=True)
+        return STOPPED
     except TrainingError as error:
         if error.is_ours:
             if not isinstance(error.__cause__, (ValueError, TimeoutError, type(None))):

@@ -46,7 +46,16 @@ CHOICES: dict[str, dict[str, Collection[str]]] = {
     "schedule": {"name": SCHEDULES, "clustering": CLUSTERINGS},
 }
 AT_LEAST_ONE = {
-    "train": ("batch_size", "steps", "epochs", "eval_batch_size", "rank_at", "timeout"),
+    "train": (
+        "batch_size",
+        "steps",
+        "epochs",
+        "eval_batch_size",
+        "rank_at",
+        "timeout",
+        "keep_checkpoints",
+        "full_every",
+    ),
     "schedule": ("micro_batches", "look_ahead"),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,6 +77,9 @@ class TrainSection:
     exclude_seen: leave a user's own history out of the ranking.
     reader: where training batches are read: "thread", "process" (one of its own), or "auto": a process for data sets that
         parse files as they go, whose work would hold up the compute lane (`nestpipe bench reading`).
+    checkpoint_every: steps between checkpoints, which are written while training goes on; 0 means none before the end.
+    keep_checkpoints: how many stay. full_every: of so many checkpoints one is full, the others hold what changed since it.
+    checkpoints: folder for them, one that all workers see; "checkpoints" in the run folder if left out.
     storage: folder for tables on disk, a local one of each machine; "storage" in the run folder if left out.
     timeout: seconds a worker waits for another, or for data, before it gives up.
     """
@@ -87,6 +99,10 @@ class TrainSection:
     rank_at: tuple[int, ...] = (10, 50)
     exclude_seen: bool = True
     reader: str = "auto"
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 3
+    full_every: int = 1
+    checkpoints: str | None = None
     storage: str | None = None
     timeout: float = 300.0
 

@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Sequence
 
 
-def run_workers(arguments: Sequence[str], *, workers: int, port: int) -> int:
+def run_workers(arguments: Sequence[str], *, workers: int, port: int, restarts: int = 0) -> int:
     """Runs `python -m nestpipe ARGUMENTS` as `workers` processes of one group; returns an exit code.
 
-    The first worker to fail ends the others. port 0 takes any free one.
+    The first worker to fail ends the others; all are then started again, up to `restarts` times. port 0 takes any free one.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,7 +32,7 @@ def run_workers(arguments: Sequence[str], *, workers: int, port: int) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint=f"localhost:{port}",
         run_id=str(uuid.uuid4()),
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.1,
     )
     try:

@@ -37,6 +37,11 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def restarted() -> bool:
+    """Whether the launcher has started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def patience(timeout: float) -> datetime.timedelta:
     """How long a worker waits for another. Longer than that one waits for its data, so that it can say what is wrong."""
     return datetime.timedelta(seconds=timeout + GRACE)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from tqdm import tqdm
 
 from nestpipe import trace
 from nestpipe.batch import Batch
+from nestpipe.checkpoint import Damaged, complete, folder_of
 from nestpipe.config import Built, Config, TrainSection, build
 from nestpipe.data import DATASETS, Dataset, reader
 from nestpipe.engine.step import StepResult
@@ -26,6 +30,7 @@ from nestpipe.process import join_group
 from nestpipe.trainer import Trainer
 
 CHECKPOINT = "final"
+log = logging.getLogger("nestpipe")
 
 
 def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tuple[Trainer, Built]:
@@ -53,27 +58,52 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
     return trainer, built
 
 
-def train(config: Config, *, folder: Path, json_file: Path | None, record: bool = False) -> dict[str, Any]:
-    """Trains, evaluates, saves; returns what `--json` writes. record: keeps what ran when, for `nestpipe trace`."""
+class Stopped(Exception):
+    """Training was asked to stop by a signal, and has saved what it had."""
+
+
+def train(
+    config: Config, *, folder: Path, json_file: Path | None, record: bool = False, resume: bool = False
+) -> dict[str, Any]:
+    """Trains, evaluates, saves; returns what `--json` writes.
+
+    record: keeps what ran when, for `nestpipe trace`. resume: goes on from the newest sound checkpoint of the run folder, if
+    there is one. SIGTERM saves a checkpoint and raises Stopped.
+    """
     if _reads_in_process(config):
         reader.prepare()
     trainer, built = make_trainer(config, storage=folder / "storage", record=record)
     try:
-        return _train(trainer, built, config, folder=folder, json_file=json_file, record=record)
+        with _asked_by_signal(trainer):
+            return _train(trainer, built, config, folder=folder, json_file=json_file, record=record, resume=resume)
     finally:
         trainer.close()
 
 
 def _train(
-    trainer: Trainer, built: Built, config: Config, *, folder: Path, json_file: Path | None, record: bool
+    trainer: Trainer,
+    built: Built,
+    config: Config,
+    *,
+    folder: Path,
+    json_file: Path | None,
+    record: bool,
+    resume: bool,
 ) -> dict[str, Any]:
     first = trainer.rank == 0
-    if first:
+    saved = folder / "checkpoints" if config.train.checkpoints is None else Path(config.train.checkpoints)
+
+    def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        _set_aside(folder)
+        _set_aside(folder, None if resume else saved)
         write_json(folder / "config.json", config.to_dict())
-    curves = Curves(folder, enabled=first, steps=config.train.steps)
-    validate = config.train.eval_every
+
+    trainer.on_first(prepare, what="run folder")
+    if resume:
+        _resume(trainer, saved)
+    curves = Curves(folder, enabled=first, steps=config.train.steps, done=trainer.steps)
+    validate, every = config.train.eval_every, config.train.checkpoint_every
+    checkpoints = trainer.checkpoints(saved, keep=config.train.keep_checkpoints, full_every=config.train.full_every)
 
     def on_step(result: StepResult) -> None:
         curves.step(result)
@@ -81,15 +111,25 @@ def _train(
             trainer.scale_lr(_cosine(trainer.steps, config.train.steps or 1))
         if validate and trainer.steps % validate == 0:
             curves.metrics("valid", evaluate_split(trainer, built, config, "valid"), trainer.steps)
+        if every and trainer.steps % every == 0:
+            trainer.checkpoint(checkpoints)
 
-    what = (built.data, config.train, trainer.rank, trainer.world)
+    what = (built.data, config.train, trainer.rank, trainer.world, trainer.position)
+    steps = None if config.train.steps is None else max(0, config.train.steps - trainer.steps)
     try:
         with contextlib.ExitStack() as stack:
             batches: Iterator[Batch] = _epochs(*what)
             if _reads_in_process(config):
                 batches = stack.enter_context(reader.in_process(_epochs, *what))
-            fitted = trainer.fit(batches, steps=config.train.steps, on_step=on_step, pause_every=validate or None)
+            pauses = [number for number in (validate, every) if number]
+            fitted = trainer.fit(batches, steps=steps, on_step=on_step, pause_every=pauses)
         curves.close_bar()
+        checkpoints.wait()
+        if trainer.stopped:
+            path = saved / folder_of(trainer.steps)
+            if not path.exists():
+                trainer.save(path)
+            raise Stopped(f"stopped by a signal after step {trainer.steps}; saved to {path}; go on with --resume")
         metrics = evaluate_split(trainer, built, config, config.train.eval_split)
         curves.metrics(config.train.eval_split, metrics, trainer.steps)
     finally:
@@ -157,7 +197,42 @@ def _reads_in_process(config: Config) -> bool:
     return {"auto": parses, "thread": False, "process": True}[config.train.reader]
 
 
-def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int) -> Iterator[Batch]:
+def _resume(trainer: Trainer, folder: Path) -> None:
+    """Loads the newest sound checkpoint; what is wrong with newer ones is told."""
+    names = trainer.from_first([path.name for path in complete(folder)])
+    for name in names:
+        try:
+            trainer.load(folder / name)
+        except Damaged as error:
+            if trainer.rank == 0:
+                log.warning(f"{error}")
+            continue
+        if trainer.rank == 0:
+            log.warning(f"resuming after step {trainer.steps}, from {folder / name}")
+        return
+    if trainer.rank == 0:
+        log.warning(f"no {'sound ' if names else ''}checkpoint in {folder}: starting from the beginning")
+
+
+@contextlib.contextmanager
+def _asked_by_signal(trainer: Trainer) -> Iterator[None]:
+    """While it lasts, SIGTERM asks training to stop; where signals cannot be caught (another thread) it is as it was."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int, passed: int) -> Iterator[Batch]:
+    """The batches of this worker, without the first `passed`, which it was trained on before."""
+    return itertools.islice(_all_epochs(data, settings, rank, world), passed, None)
+
+
+def _all_epochs(data: Dataset, settings: TrainSection, rank: int, world: int) -> Iterator[Batch]:
     epochs = settings.epochs or (1 if settings.steps is None else None)
     for epoch in itertools.count() if epochs is None else range(epochs):
         empty = True
@@ -170,13 +245,14 @@ def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int) -> Ite
             return  # this rank's share is empty; it takes part without data
 
 
-def _set_aside(folder: Path) -> None:
-    """An earlier run's result must not stand beside this one's; its checkpoint is kept under another name."""
+def _set_aside(folder: Path, checkpoints: Path | None) -> None:
+    """An earlier run's result must not stand beside this one's; its checkpoints are kept under another name."""
     (folder / "result.json").unlink(missing_ok=True)
     trace.clear(folder)
-    if (folder / CHECKPOINT).exists():
-        free = (folder / f"{CHECKPOINT}-{number}" for number in itertools.count(1))
-        (folder / CHECKPOINT).rename(next(path for path in free if not path.exists()))
+    for old in (folder / CHECKPOINT, *([checkpoints] if checkpoints is not None else [])):
+        if old.exists():
+            free = (old.with_name(f"{old.name}-{number}") for number in itertools.count(1))
+            old.rename(next(path for path in free if not path.exists()))
 
 
 def _cosine(step: int, steps: int) -> float:
@@ -218,7 +294,7 @@ SAY_EVERY = 10.0  # seconds between lines where there is no terminal for a bar
 class Curves:
     """Progress (a bar on a terminal, a line now and then elsewhere) and curves for TensorBoard, on one rank."""
 
-    def __init__(self, folder: Path, *, enabled: bool, steps: int | None) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, steps: int | None, done: int = 0) -> None:
         self._bar: tqdm | None = None
         self._writer: Any = None
         if not enabled:
@@ -226,7 +302,9 @@ class Curves:
         from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
-        self._bar = tqdm(total=steps, unit="step", mininterval=0.2, dynamic_ncols=True, disable=not sys.stderr.isatty())
+        self._bar = tqdm(
+            total=steps, initial=done, unit="step", mininterval=0.2, dynamic_ncols=True, disable=not sys.stderr.isatty()
+        )
         self._of = "" if steps is None else f"/{steps}"
         self._samples, self._since = 0, time.perf_counter()
         self._said = self._since

@@ -85,6 +85,9 @@ class TensorReader(_TensorFile):
             self._file.close()
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
+    def has(self, name: str) -> bool:
+        return name in self._header
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header[name]["shape"])
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nestpipe import checkpoint, process, trace
+from nestpipe import checkpoint as saved
+from nestpipe import process, trace
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, NotFinite
 from nestpipe.engine.dense import Dense
@@ -126,6 +127,8 @@ class Trainer:
         self.rank, self.world = self._rows.rank, self._rows.world
         self.model = model
         self.steps = 0  # batches so far
+        self._taken = 0  # batches that this worker has taken from its data, those left out included
+        self._loader: Loader | None = None
         self._lr_factor = 1.0
         self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
         self._skip = on_nonfinite == "skip"
@@ -189,7 +192,7 @@ class Trainer:
         *,
         steps: int | None = None,
         on_step: Callable[[StepResult], None] | None = None,
-        pause_every: int | None = None,
+        pause_every: int | Sequence[int] | None = None,
     ) -> FitResult:
         """Trains until `steps` are done or no worker has batches left. Workers may have different numbers of batches:
         those that run out early go on serving rows, and all return together. Batches are read ahead: a source must not
@@ -197,11 +200,14 @@ class Trainer:
 
         on_step: called after every step, on every worker.
         pause_every: every so many steps (counted from the trainer's first) the pipeline runs empty before on_step is
-            called, so that it may evaluate or save; with a schedule that looks ahead it may not do so at other steps.
+            called, so that it may evaluate or save; with a schedule that looks ahead it may not do so at other steps. Several
+            numbers: at the multiples of each.
         """
-        if pause_every is not None and pause_every < 1:
+        pauses = [pause_every] if isinstance(pause_every, int) else list(pause_every or ())
+        if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
         loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
+        self._loader = loader
         started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
 
@@ -217,22 +223,44 @@ class Trainer:
         try:
             while steps is None or self.steps < begin + steps:
                 stop = sys.maxsize if steps is None else begin + steps
-                if pause_every is not None:
-                    stop = min(stop, self.steps - self.steps % pause_every + pause_every)
+                for every in pauses:
+                    stop = min(stop, self.steps - self.steps % every + every)
                 if self._tuning is not None:
                     stop = min(stop, self.steps + STEPS)
                     self._tuning.begin()
-                self._run(loader.next, stop, count, abandon=loader.stop)
+                self._run(self._take, stop, count, abandon=loader.stop)
                 if self._tuning is not None:
                     self._tune(self._tuning)
-                if self.steps < stop:
-                    break  # out of data
+                if self.steps < stop or self.stopped:
+                    break  # out of data, or asked to
         finally:
             loader.close()
+            self._taken, self._loader = self.position, None
         seconds = time.perf_counter() - started
         self.skipped += loader.skipped
         skipped += int(self._rows.sum(np.array([loader.skipped]))[0])
         return FitResult(self.steps - begin, samples, seconds, first, last, skipped)
+
+    def _take(self) -> Batch | None:
+        assert self._loader is not None
+        batch = self._loader.next()
+        self._taken += batch is not None
+        return batch
+
+    @property
+    def position(self) -> int:
+        """How many batches this worker has taken from its data, those left out because of NaN or infinity included: where a run
+        that goes on from a checkpoint has to go on reading."""
+        return self._taken + (0 if self._loader is None else self._loader.skipped)
+
+    def stop(self) -> None:
+        """Asks `fit` to return: all workers do so after the same step, within a few. For signal handlers and other threads."""
+        self._ops.stop_asked = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `fit` has returned because a worker was asked to stop."""
+        return self._engine.stopped
 
     def _tune(self, tuning: Tuning) -> None:
         """After a run of steps: tries another number of micro-batches, or fixes it."""
@@ -391,19 +419,56 @@ class Trainer:
         return stores
 
     def save(self, path: str | Path) -> None:
-        """Writes tables, model and optimizers to a new folder, which appears only when it is complete."""
+        """Writes tables, model, optimizers, random states and the place in the data to a new folder, which appears only when it
+        is complete."""
         self._must_be_quiet("save")
-        # How a table travels decides the order of sums, so a run that goes on must not decide anew.
-        at_owner = {store.table.name: how for store, how in zip(self._stores(), self._ops.plan.at_owner, strict=True)}
-        measured = self.micro_batches if self._auto and self._tuning is None else None
-        settings = {"lr_factor": self._lr_factor, "pooled_at_owner": at_owner, "micro_batches": measured}
-        checkpoint.save(Path(path), self._stores(), self._dense, self._rows, step=self.steps, settings=settings)
+        saved.save(Path(path), self._content(), self._rows)
 
-    def load(self, path: str | Path) -> None:
-        """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet."""
+    def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
+        """For checkpoints that are written while training goes on; see `checkpoint`.
+
+        keep: how many stay. full_every: of so many checkpoints one is full, the others hold what has changed since it.
+        """
+        if keep < 1 or full_every < 1:
+            raise ValueError(f"keep and full_every must be at least 1, got {keep} and {full_every}")
+        if full_every > 1:
+            for store in self._stores():
+                store.track_changes()
+        return saved.Background(Path(folder), self._rows, keep=keep, full_every=full_every, tell=log.warning)
+
+    def checkpoint(self, into: saved.Background) -> None:
+        """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
+        self._must_be_quiet("save")
+        into.wait()  # for the one before, if that is still being written
+        into.begin(self._content(into.next_base()))
+
+    def _content(self, base: str | None = None) -> saved.Content:
+        # How a table travels decides the order of sums, so a run that goes on must not decide anew.
+        plan = self._ops.plan
+        names = [store.table.name for store in self._stores()]
+        measured = self.micro_batches if self._auto and self._tuning is None else None
+        settings = {
+            "lr_factor": self._lr_factor,
+            "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
+            "micro_batches": measured,
+            "owners": {name: owners.tolist() for name, owners in zip(names, plan.owners, strict=True)},
+        }
+        return saved.Content(self._stores(), self._dense, self.steps, self.position, settings, base)
+
+    def load(self, path: str | Path, *, tables: Sequence[str] | None = None) -> None:
+        """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet.
+
+        tables: only these of the checkpoint, into the tables of the same names; the others start anew.
+        """
         if self.steps:
             raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
-        self.steps, settings = checkpoint.load(Path(path), self._stores(), self._dense, self._rows)
+        loaded = saved.load(Path(path), self._stores(), self._dense, self._rows, tables=tables)
+        self.steps, settings = loaded.step, loaded.settings
+        # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
+        same = len(loaded.positions) == self.world
+        self._taken = loaded.positions[self.rank] if same else sum(loaded.positions) // self.world
+        if loaded.torch_rng is not None:
+            saved.set_torch_rng(loaded.torch_rng)
         self.scale_lr(settings["lr_factor"])
         if self._tuning is not None and settings.get("micro_batches"):  # measured before
             self._tuning = None
@@ -411,7 +476,7 @@ class Trainer:
             if self.rank == 0:
                 log.info(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
         for k in self._ops.plan.undecided:
-            self._ops.plan.resume(k, settings["pooled_at_owner"][self._ops.plan.tables[k].name])
+            self._ops.plan.resume(k, settings["pooled_at_owner"].get(self._ops.plan.tables[k].name))
 
     def digest(self) -> str:
         """A hash over every table's (key, row, optimizer state) and the model's weights.
@@ -428,6 +493,14 @@ class Trainer:
             total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
+
+    def on_first(self, work: Callable[[], object], *, what: str) -> None:
+        """Done by the first worker while the others wait; what goes wrong is raised on all."""
+        self._rows.together(work if self.rank == 0 else None, what=what)
+
+    def from_first(self, value: Any) -> Any:
+        """The first worker's value, on every worker."""
+        return self._rows.gather_objects(value)[0]
 
     def table_stats(self) -> dict[str, StoreStats]:
         """Rows and bytes of every table, summed over workers."""

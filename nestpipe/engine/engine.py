@@ -47,6 +47,7 @@ class Engine:
     ) -> None:
         self.schedule, self.ops = schedule, ops
         self.around: Around | None = None
+        self.stopped = False  # whether a worker has been asked to stop, as all know
         self.verdict = require(schedule)
         self._cached, self._clustering = window_cache, clustering
         self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
@@ -149,7 +150,11 @@ class Engine:
             case op.BWD:
                 ops.backward(ctx, part)
             case op.AGREE:
-                ops.agree(ctx)
+                if ops.agree(ctx):
+                    # Nobody has taken a later batch than that from its data: FWD of the next one, which PREFETCH waits for,
+                    # comes after this.
+                    self.stopped = True
+                    self._lanes.stop_before(batch + self.schedule.look_ahead + 1)
             case op.GRAD:
                 ops.grad(ctx, part)
             case op.UPDATE:

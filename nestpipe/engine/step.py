@@ -71,7 +71,9 @@ class Context:
     returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
     leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
     outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
-    totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(5))  # loss, weight, samples, bad, failed
+    totals: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(6)
+    )  # loss, weight, samples, bad, failed, stop
     result: StepResult | None = None
     trains: bool = False  # agreed: there is something to learn, and nothing wrong with it
 
@@ -98,6 +100,7 @@ class StepOperations:
         self.buffers = [DualBuffer(store) if isinstance(store, DiskStore) else None for store in stores]
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.retrieved = -1  # the last batch whose keys have been resolved
+        self.stop_asked = False  # of this worker, from outside
         self._skip_nonfinite, self._versions = skip_nonfinite, versions
         self._try_mixing = True  # once
         # Each lane has its own: they hold scratch memory.
@@ -314,14 +317,17 @@ class StepOperations:
             else:
                 pool_add(values, NONE, positions, offsets, entries.weights, grads)
 
-    def agree(self, ctx: Context) -> None:
-        """Sums losses, weights and troubles over workers; raises on every worker if one has trouble."""
+    def agree(self, ctx: Context) -> bool:
+        """Sums losses, weights and troubles over workers; raises on every worker if one has trouble. True if one of them has
+        been asked to stop."""
         ctx.error = ctx.error or self.trouble
         ctx.totals[4] = ctx.error is not None
+        ctx.totals[5] = self.stop_asked
         self.rows.sum(ctx.totals)
         if ctx.totals[4]:
             leave_together(self.rows, ctx)
         ctx.trains = bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
+        return bool(ctx.totals[5])
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
 

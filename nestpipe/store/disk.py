@@ -77,6 +77,7 @@ class DiskStore(TableStore):
         positions, self.births = self.directory.resolve(keys, step)
         for one in self.births:
             self._expect(one)
+        self._mark(positions)
         return positions
 
     def fill(self, positions: np.ndarray, records: np.ndarray, wanted: np.ndarray) -> None:
@@ -142,6 +143,7 @@ class DiskStore(TableStore):
         self._fit(keys)
         positions = self.directory.restore(keys, rows[:, self.record_words :], shared=shared)
         self._hot.put(positions, np.ascontiguousarray(rows[:, : self.record_words]))
+        self._mark(positions)
 
     def put_sightings(self, keys: np.ndarray, counts: np.ndarray) -> None:
         self._fit(keys)

@@ -63,6 +63,7 @@ class TableStore:
         self.record_words = self._value_words + self._state_floats
         self._birth_scratch = np.empty(table.dim, np.float32)
         self._update_scratch = update.scratch_for(table.dim)
+        self._changed: np.ndarray | None = None  # by position; None: nobody asks
 
     def __len__(self) -> int:
         """Rows that keys have of their own, those past their ttl included until somebody looks; see `stats`."""
@@ -153,6 +154,40 @@ class TableStore:
         for start in range(0, len(ids), self._block_rows):
             part = slice(start, start + self._block_rows)
             yield ids[part], self.records(positions[part])
+
+    def track_changes(self) -> None:
+        """From here on: which rows may have changed since `forget_changes`. Those that are there now count as changed."""
+        self._changed = np.ones(self.directory.used, bool)
+
+    def forget_changes(self) -> None:
+        if self._changed is not None:
+            self._changed[:] = False
+
+    def _mark(self, positions: np.ndarray) -> None:
+        """A batch uses these: it will update them, and has counted them."""
+        if self._changed is None:
+            return
+        if len(self._changed) < self.directory.used:
+            larger = np.zeros(max(self.directory.used, 2 * len(self._changed)), bool)
+            larger[: len(self._changed)] = self._changed
+            self._changed = larger
+        self._changed[positions] = True
+
+    def _is_changed(self, positions: np.ndarray) -> np.ndarray:
+        assert self._changed is not None, "changes are not tracked"
+        return self._changed[positions]
+
+    def num_changed(self) -> int:
+        """Keys whose own row may have changed."""
+        return sum(int(self._is_changed(positions).sum()) for _, positions in self.directory.blocks())
+
+    def changed_blocks(self) -> Iterator[Pairs]:
+        """Like `blocks`, of those that may have changed."""
+        for keys, positions in self.directory.blocks():
+            some = np.flatnonzero(self._is_changed(positions))
+            for start in range(0, len(some), self._block_rows):
+                part = some[start : start + self._block_rows]
+                yield keys[part], self.records(positions[part])
 
     @property
     def _block_rows(self) -> int:

@@ -1,0 +1,28 @@
+"""Checkpoints: one folder each, one file per worker and table, no code in any of them.
+
+    manifest.json, manifest.sum         what is in it and a checksum of every file; written last
+    dense.safetensors                   the model's weights
+    dense-optimizer.safetensors/.json   its optimizer's tensors and settings
+    table-NAME.I-of-W.safetensors       worker I's keys and records (values, optimizer state, counters)
+    state.I-of-W.json                   worker I's place in its data, and its random state
+
+Tables are written and read in blocks: one may be larger than memory. `saving` writes, in the foreground or while training goes
+on, `loading` reads on any number of workers, `manifest` says what is sound, `commands` are for the command line.
+"""
+
+from nestpipe.checkpoint.loading import Loaded, load, set_torch_rng
+from nestpipe.checkpoint.manifest import Damaged, complete, folder_of, problems
+from nestpipe.checkpoint.saving import Background, Content, save
+
+__all__ = [
+    "Background",
+    "Content",
+    "Damaged",
+    "Loaded",
+    "complete",
+    "folder_of",
+    "load",
+    "problems",
+    "save",
+    "set_torch_rng",
+]

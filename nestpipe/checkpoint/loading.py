@@ -1,0 +1,211 @@
+"""Reading a checkpoint on any number of workers. Every byte is checked, and everything compared with what is declared here,
+before anything is changed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load as tensors_from_bytes
+
+from nestpipe.checkpoint import manifest as manifests
+from nestpipe.checkpoint.manifest import Damaged, Manifest
+from nestpipe.checkpoint.saving import DENSE, OPTIMIZER, OPTIMIZER_SETTINGS, declared, state_file, table_file
+from nestpipe.engine.dense import Dense
+from nestpipe.exchange.transport import Transport
+from nestpipe.kernels.keys import owners_of, shards
+from nestpipe.store.table_store import TableStore
+from nestpipe.tensorfile import TensorReader
+
+BLOCK_BYTES = 8 << 20
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What the trainer wants back. positions: batches that each worker of then had taken from its data.
+    torch_rng: of this worker, where there were as many workers then."""
+
+    step: int
+    settings: Mapping[str, Any]
+    positions: Sequence[int]
+    torch_rng: bytes | None
+
+
+def load(
+    path: Path,
+    stores: Sequence[TableStore],
+    dense: Dense,
+    transport: Transport,
+    *,
+    tables: Sequence[str] | None = None,
+) -> Loaded:
+    """tables: only these, the others stay as they are, and so does the rest of the checkpoint's tables."""
+    chain = _alike(transport, lambda: manifests.chain(path))
+    wanted = _alike(transport, lambda: _wanted(chain[0], stores, tables))
+    _alike(transport, lambda: _check(chain, transport))
+    loaded: list[Loaded] = []
+    transport.together(lambda: loaded.append(_read_all(chain, wanted, dense, transport)), what="checkpoint")
+    return loaded[0]
+
+
+def _alike(transport: Transport, work: Callable[[], T]) -> T:
+    """What goes wrong on a worker is raised on all, in the words of the first: files are mostly the same for all of them."""
+    problem: ValueError | None = None
+    try:
+        result = work()
+    except ValueError as error:
+        problem = error
+    told = [text for text in transport.gather_objects(None if problem is None else str(problem)) if text is not None]
+    if told:
+        raise (type(problem) if problem is not None else ValueError)(told[0])
+    return result
+
+
+def _check(chain: Sequence[Manifest], transport: Transport) -> None:
+    """Every byte; workers share the reading."""
+    files = [(one, name) for one in chain for name in sorted(one.files)]
+    for one, name in files[transport.rank :: transport.world]:
+        problem = manifests.problem_of(one, name)
+        if problem is not None:
+            raise Damaged(f"{problem}. Nothing was loaded; take an earlier checkpoint")
+
+
+def _wanted(manifest: Manifest, stores: Sequence[TableStore], tables: Sequence[str] | None) -> list[TableStore]:
+    path, here = manifest.path, {store.table.name: store for store in stores}
+    saved = {table["name"]: table for table in manifest.tables}
+    for name in tables or ():
+        if name not in here:
+            raise ValueError(f"there is no table {name!r} to load into; this trainer has {', '.join(sorted(here))}")
+    names = list(here) if tables is None else list(tables)
+    for name in names:
+        if name not in saved:
+            raise ValueError(
+                f"{path} has no table {name!r}; it has {', '.join(sorted(saved))}. To start that table anew, load only the "
+                f"others: tables=[...]"
+            )
+        for what, value in declared(here[name]).items():
+            if what != "updates" and saved[name].get(what) != value:
+                raise ValueError(f"table {name!r}: {what} is {value!r} here but {saved[name].get(what)!r} in {path}")
+    extra = sorted(set(saved) - set(here))
+    if tables is None and extra:
+        raise ValueError(
+            f"{path} has a table {extra[0]!r} that this trainer does not have; to leave it out, load only the tables that you "
+            f"have: tables={names!r}"
+        )
+    return [here[name] for name in names]
+
+
+def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], dense: Dense, transport: Transport) -> Loaded:
+    newest = chain[0]
+    path, world = newest.path, newest.world
+    states = [json.loads((path / state_file(rank, world)).read_text()) for rank in range(world)]
+    rng = base64.b64decode(states[transport.rank]["torch_rng"]) if world == transport.world else None
+    _load_dense(path, dense)
+    saved = {table["name"]: table for table in newest.tables}
+    for store in stores:
+        for worker in _writers(newest, store, transport):
+            _load_table(newest.path / table_file(store.table.name, worker, world), store, transport)
+        if len(chain) > 1:
+            _load_unchanged(chain, store, transport)
+        # The last step is the last one that was trained on.
+        store.resume(updates=saved[store.table.name]["updates"], step=max(0, newest.step - 1))
+        store.forget_changes()
+    return Loaded(newest.step, newest.settings, [int(state["position"]) for state in states], rng)
+
+
+def _writers(manifest: Manifest, store: TableStore, transport: Transport) -> list[int]:
+    """Workers whose files may hold rows of this one: all of them, unless it has the same part now as then."""
+    same = manifest.world == transport.world and manifest.settings.get("owners", {}).get(store.table.name) == (
+        store.owners.tolist()
+    )
+    return [transport.rank] if same else list(range(manifest.world))
+
+
+def _own(
+    file: TensorReader, keys: str, values: str, store: TableStore, transport: Transport
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """What belongs to this worker, in blocks."""
+    row_bytes = 8 + int(np.prod(file.shape(values)[1:])) * 4
+    size = max(1, BLOCK_BYTES // row_bytes)
+    for start in range(0, file.shape(keys)[0], size):
+        some = file.read(keys, start, start + size)
+        shard = some if keys == "shared" else shards(some)
+        mine = owners_of(shard, store.owners) == transport.rank
+        if mine.any():
+            yield some[mine], file.read(values, start, start + size)[mine]
+
+
+def _load_table(path: Path, store: TableStore, transport: Transport) -> None:
+    """Puts the rows of a file whose keys belong to this worker into its store."""
+    with TensorReader(path) as file:
+        keys = "changed" if file.has("changed") else "keys"
+        for some, records in _own(file, keys, "records", store, transport):
+            store.put(some, records)
+        for some, records in _own(file, "shared", "shared_records", store, transport):
+            store.put(some, records, shared=True)
+        for some, counts in _own(file, "seen", "sightings", store, transport):
+            store.put_sightings(some, counts)
+
+
+def _load_unchanged(chain: Sequence[Manifest], store: TableStore, transport: Transport) -> None:
+    """Rows of the full checkpoint that still have a key and have not changed since."""
+    newest, base = chain
+    kept: list[np.ndarray] = []
+    for worker in _writers(newest, store, transport):
+        with TensorReader(newest.path / table_file(store.table.name, worker, newest.world)) as file:
+            kept += [some for some, _ in _own(file, "keys", "keys", store, transport)]
+    keys = np.concatenate([np.empty(0, np.int64), *kept])
+    missing = np.sort(keys[store.find(keys) < 0])
+    for worker in _writers(base, store, transport):
+        path = base.path / table_file(store.table.name, worker, base.world)
+        with TensorReader(path) as file:
+            for some, records in _own(file, "keys", "records", store, transport):
+                at = np.searchsorted(missing, some)
+                wanted = (
+                    (at < len(missing)) & (missing[np.minimum(at, len(missing) - 1)] == some)
+                    if len(missing)
+                    else (np.zeros(len(some), bool))
+                )
+                if wanted.any():
+                    store.put(some[wanted], records[wanted])
+
+
+def _load_dense(path: Path, dense: Dense) -> None:
+    """Both are read and compared before either is changed."""
+    weights = tensors_from_bytes((path / DENSE).read_bytes())
+    here = dense.model.state_dict()
+    if set(weights) != set(here):
+        odd = sorted(set(weights) ^ set(here))[0]
+        where = "here but not in it" if odd in here else "in it but not here"
+        raise ValueError(f"{path}: the model of the checkpoint is another one: {odd!r} is {where}")
+    for name, tensor in weights.items():
+        if tensor.shape != here[name].shape:
+            raise ValueError(
+                f"{path}: the model of the checkpoint is another one: {name!r} has shape {tuple(tensor.shape)} in it, "
+                f"{tuple(here[name].shape)} here"
+            )
+    optimizer = dense.optimizer
+    if optimizer is not None:
+        settings = json.loads((path / OPTIMIZER_SETTINGS).read_text())
+        state: dict[int, dict[str, Any]] = {}
+        tensors = tensors_from_bytes((path / OPTIMIZER).read_bytes())
+        for key, value in [*tensors.items(), *settings["plain"].items()]:
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+        optimizer.load_state_dict({"state": state, "param_groups": settings["param_groups"]})
+    dense.model.load_state_dict(weights)
+
+
+def set_torch_rng(state: bytes) -> None:
+    try:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, binascii.Error) as error:
+        raise Damaged(f"the random state of the checkpoint is of another version of torch: {error}") from None

@@ -1,0 +1,238 @@
+"""The manifest of a checkpoint: what it holds, and a checksum of every file, so that nothing damaged is ever loaded.
+
+    manifest.json   written last, with the size and CRC-32 of every other file
+    manifest.sum    the CRC-32 of the manifest itself
+
+A folder of checkpoints has one folder for each, `step-000000120`; one that is still being written has another name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = 2
+MANIFEST, SUM = "manifest.json", "manifest.sum"
+BLOCK = 1 << 20
+_NAME = re.compile(r"step-(\d{9,})")
+
+
+class Damaged(ValueError):
+    """A checkpoint that must not be loaded; says which file, what is wrong with it and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """path: the checkpoint's folder.
+    base: the name of the full checkpoint, a folder beside this one, that rows which have not changed since lie in; None: this
+        one is full.
+    tables: what was declared of each; settings: what the trainer wants back. files: {name: (bytes, CRC-32)}.
+    """
+
+    path: Path
+    step: int
+    world: int
+    tables: Sequence[Mapping[str, Any]]
+    settings: Mapping[str, Any]
+    files: Mapping[str, tuple[int, int]]
+    base: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+def folder_of(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return size, crc
+
+
+def write(manifest: Manifest) -> None:
+    """Makes a folder, all of whose other files are there, a checkpoint; it survives a loss of power from here on."""
+    values = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "world": manifest.world,
+        "base": manifest.base,
+        "tables": list(manifest.tables),
+        "settings": manifest.settings,
+        "files": {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in manifest.files.items()},
+    }
+    text = (json.dumps(values, indent=1) + "\n").encode()
+    write_durably(manifest.path / SUM, f"{zlib.crc32(text):08x}\n".encode())
+    write_durably(manifest.path / MANIFEST, text)
+    sync_folder(manifest.path)
+
+
+def read(path: Path) -> Manifest:
+    """Checks the manifest itself, not the files that it names."""
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise Damaged(
+            f"{path} is not a checkpoint: it has no {MANIFEST}; the save that wrote it was cut off, or it is another "
+            f"folder"
+        ) from None
+    except OSError as error:
+        raise Damaged(f"{path / MANIFEST} cannot be read: {error.strerror or error}") from error
+    again = "take an earlier checkpoint"
+    try:
+        values = json.loads(text)
+        kind = values["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{path / MANIFEST} is damaged ({error}); {again}") from None
+    if kind != FORMAT:
+        raise Damaged(
+            f"{path} has format {kind!r:.40}, this version of nestpipe reads {FORMAT}: use the version that wrote it"
+        )
+    try:
+        told = (path / SUM).read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path / SUM} cannot be read ({error.strerror or error}); {again}") from None
+    if told != f"{zlib.crc32(text):08x}\n".encode():
+        raise Damaged(f"{path / MANIFEST} is damaged: it does not fit its checksum in {SUM}; {again}")
+    try:
+        return Manifest(
+            path=path,
+            step=int(values["step"]),
+            world=int(values["world"]),
+            base=values["base"],
+            tables=values["tables"],
+            settings=values["settings"],
+            files={name: (int(one["bytes"]), int(one["crc32"], 16)) for name, one in values["files"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path / MANIFEST} is not what nestpipe writes ({error!r}); {again}") from None
+
+
+def chain(path: Path) -> list[Manifest]:
+    """The manifest, and that of the full checkpoint that it builds on, if it does not hold everything itself."""
+    manifest = read(path)
+    if manifest.base is None:
+        return [manifest]
+    if not isinstance(manifest.base, str) or _NAME.fullmatch(manifest.base) is None:
+        raise Damaged(f"{path / MANIFEST} names {manifest.base!r:.60} as its base, which is no name of a checkpoint")
+    try:
+        base = read(path.parent / manifest.base)
+    except Damaged as error:
+        raise Damaged(f"{path} holds only what changed since {manifest.base}, and that is not sound: {error}") from None
+    if base.base is not None:
+        raise Damaged(f"{path} builds on {manifest.base}, which is not a full checkpoint itself")
+    return [manifest, base]
+
+
+def problems(path: Path) -> Iterator[str]:
+    """Every file that is missing, of another size or damaged, one line each; reads all bytes."""
+    try:
+        manifests = chain(path)
+    except Damaged as error:
+        yield str(error)
+        return
+    for manifest in manifests:
+        for name in manifest.files:
+            problem = problem_of(manifest, name)
+            if problem is not None:
+                yield problem
+
+
+def problem_of(manifest: Manifest, name: str) -> str | None:
+    """What is wrong with a file; reads all of it."""
+    file, (size, crc) = manifest.path / name, manifest.files[name]
+    if os.path.basename(name) != name:
+        return f"{manifest.path / MANIFEST} names a file {name!r} that is not in its folder"
+    try:
+        found = checksum(file)
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror or error}"
+    if found[0] != size:
+        return f"{file} has {found[0]:,} bytes instead of {size:,}"
+    if found[1] != crc:
+        return f"{file} is damaged: its checksum is {found[1]:08x} instead of {crc:08x}"
+    return None
+
+
+def require_sound(path: Path) -> list[Manifest]:
+    """`chain`, with every byte checked; raises Damaged with the first problem."""
+    for problem in problems(path):
+        raise Damaged(f"{problem}. Nothing was loaded; take an earlier checkpoint")
+    return chain(path)
+
+
+# -- a folder of checkpoints -------------------------------------------------------------------------------------------
+
+
+def complete(folder: Path) -> list[Path]:
+    """Checkpoints in a folder, the newest first; none that is still being written, and none looked into."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint without a flaw, and what is wrong with those after it."""
+    flaws: list[str] = []
+    for path in complete(folder):
+        first = next(problems(path), None)
+        if first is None:
+            return path, flaws
+        flaws.append(first)
+    return None, flaws
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep`, and those that these build on. A half-removed one has no manifest any more."""
+    paths = complete(folder)
+    kept = set(paths[:keep])
+    for path in paths[:keep]:
+        try:
+            base = read(path).base
+        except Damaged:
+            continue
+        if base is not None:
+            kept.add(folder / base)
+    for path in paths:
+        if path not in kept:
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# -- files that survive ------------------------------------------------------------------------------------------------
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Names of files are in their folder; it has to reach the disk as well. (Windows has no such thing.)"""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,406 @@
+"""Writing a checkpoint: every worker its own part, in the foreground or in a forked process while training goes on.
+
+A forked process has the worker's memory as it was at that instant (the system copies a page when one of the two writes to it),
+so all that training waits for is the fork. Its part complete, each tells so in a small file; the first worker's process waits for
+all of them, writes the manifest and gives the folder its name. Before that nobody takes it for a checkpoint; whatever goes wrong,
+the ones before it stay as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial as bound
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from safetensors.torch import save as tensors_to_bytes
+
+from nestpipe.checkpoint import manifest as manifests
+from nestpipe.checkpoint.manifest import Manifest, checksum, sync_folder, write_durably
+from nestpipe.engine.dense import Dense
+from nestpipe.errors import TrainingError, describe
+from nestpipe.exchange.transport import Transport
+from nestpipe.store.table_store import TableStore
+from nestpipe.tensorfile import TensorWriter
+
+PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
+DENSE, OPTIMIZER, OPTIMIZER_SETTINGS = "dense.safetensors", "dense-optimizer.safetensors", "dense-optimizer.json"
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+
+Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What there is to save, on one worker, all of one instant.
+
+    position: batches that this worker has taken from its data. settings: what else the trainer wants back.
+    base: the full checkpoint, in the same folder, since which only what changed is written; None: all is.
+    """
+
+    stores: Sequence[TableStore]
+    dense: Dense
+    step: int
+    position: int
+    settings: Mapping[str, Any]
+    base: str | None = None
+
+
+def table_file(name: str, rank: int, world: int) -> str:
+    return f"table-{quote(name, safe='')}.{rank}-of-{world}.safetensors"
+
+
+def state_file(rank: int, world: int) -> str:
+    return f"state.{rank}-of-{world}.json"
+
+
+def declared(store: TableStore) -> dict[str, Any]:
+    table = store.table
+    return {
+        "name": table.name,
+        "dim": table.dim,
+        "dtype": str(table.dtype),
+        "optimizer": type(table.optimizer).__name__,
+        "counters": table.eviction is not None,
+        "admit_after": table.admit_after,
+        "seed": store.seed,
+        "updates": store.updates,
+    }
+
+
+# -- in the foreground -------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, content: Content, transport: Transport) -> None:
+    """Returns when the checkpoint is there; what goes wrong on one worker is raised on all, and nothing is left of it."""
+    if path.exists():
+        raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
+    partial = _partial(path)
+    first = transport.rank == 0
+    try:
+        transport.together((lambda: _make_empty(partial)) if first else None, what="checkpoint")
+        parts = _parts(content, transport.rank, transport.world)
+        transport.together(lambda: _write_part(partial, parts, transport.rank), what="checkpoint")
+        finish = _finisher(partial, path, content, transport.world)
+        transport.together(finish if first else None, what="checkpoint")
+    except TrainingError:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+class Background:
+    """Checkpoints in a folder, one at a time, written while training goes on.
+
+    keep: how many stay. full_every: of so many checkpoints one is full, the others hold what changed since it.
+    tell: called on the first worker with what is worth knowing.
+    """
+
+    def __init__(
+        self, folder: Path, transport: Transport, *, keep: int, full_every: int, tell: Callable[[str], None]
+    ) -> None:
+        self.folder, self._transport, self._keep, self._full_every = folder, transport, keep, full_every
+        self._tell = tell
+        self._child: _Child | None = None
+        self._path: Path | None = None  # that is being written
+        self._is_full = False
+        self._base: str | None = None  # the last full one that is complete
+        self._since_full = 0
+        self.stalls: list[float] = []  # seconds that training waited for each
+
+    def next_base(self) -> str | None:
+        """What the next checkpoint is to build on; None: it is full."""
+        return self._base if self._base is not None and self._since_full < self._full_every - 1 else None
+
+    def begin(self, content: Content) -> None:
+        """All workers call it, while no batch is under way, and after `wait`."""
+        begin = time.perf_counter()
+        transport, path = self._transport, self.folder / manifests.folder_of(content.step)
+        if path.exists():
+            return  # it was saved before the run was resumed
+        partial = _partial(path)
+        problem: BaseException | None = None
+        if transport.rank == 0:
+            try:
+                _make_empty(partial)
+            except OSError as error:
+                problem = error
+        if self._failed(problem, content.step):
+            return
+        parts = _parts(content, transport.rank, transport.world)
+        finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
+
+        # What a forked process cannot read as it was: tables whose rows are in a file that goes on changing.
+        now = [part for part, store in zip(parts, content.stores, strict=False) if store.buffered]
+        later = [part for part in parts if part not in now]
+        try:
+            written = {name: _written(partial, name, write) for name, write in now}
+        except OSError as error:
+            problem = error
+        if self._failed(problem, content.step):
+            return
+
+        def work() -> None:
+            _write_part(partial, later, transport.rank, written)
+            if transport.rank == 0:
+                _wait_for_all(partial, transport.world)
+                finish()
+
+        self._child, self._path, self._is_full = _fork(work), path, content.base is None
+        if content.base is None:
+            for store in content.stores:
+                store.forget_changes()
+        self.stalls.append(time.perf_counter() - begin)
+
+    def wait(self) -> None:
+        """Until the checkpoint under way is complete, or has failed: that is told, and training goes on."""
+        if self._child is None:
+            return
+        path, problem = self._path, self._child.result()
+        self._child = None
+        assert path is not None
+        step = int(path.name.split("-")[1])
+        if self._failed(problem, step):
+            if self._is_full:
+                self._base = None
+            if self._transport.rank == 0:
+                shutil.rmtree(_partial(path), ignore_errors=True)
+            return
+        self._since_full = 0 if self._is_full else self._since_full + 1
+        if self._is_full:
+            self._base = path.name
+
+    def _failed(self, problem: BaseException | None, step: int) -> bool:
+        """Whether a worker has a problem; the first worker tells."""
+        told = self._transport.gather_objects(None if problem is None else describe(problem))
+        causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        if causes and self._transport.rank == 0:
+            kept = manifests.complete(self.folder)
+            newest = f"the newest is {kept[0].name}" if kept else "there is none yet"
+            self._tell(
+                f"checkpoint of step {step} failed, training goes on ({newest}): {'; '.join(causes)}. Make room in "
+                f"{self.folder}, or set train.checkpoints to another folder"
+            )
+        return bool(causes)
+
+
+class _Child:
+    """A forked process, and the pipe through which it says how it went."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self._pid, self._pipe = pid, pipe
+
+    def result(self) -> BaseException | None:
+        """Waits for it."""
+        said = b""
+        while block := os.read(self._pipe, 4096):
+            said += block
+        os.close(self._pipe)
+        os.waitpid(self._pid, 0)
+        if said == b"done":
+            return None
+        return OSError(said.decode(errors="replace") or "the process that wrote it was killed")
+
+
+def _fork(work: Callable[[], None]) -> _Child:
+    ours, theirs = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return _Child(pid, ours)
+    # From here on: no threads of torch, no locks that another thread may have held, nothing but arrays and files.
+    try:
+        _die_with(parent)
+        _close_all_but(theirs)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            work()
+            said = b"done"
+        except BaseException as error:
+            said = (str(error) or type(error).__name__).encode()
+        os.write(theirs, said[:4000])
+    finally:
+        os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _close_all_but(kept: int) -> None:
+    """Connections to other workers above all: while somebody holds them open, nobody notices that a worker is gone."""
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 4096 else kept + 1)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _parts(content: Content, rank: int, world: int) -> list[Part]:
+    """Tables first, in the order of the stores. What torch holds is copied here and now."""
+    changed = content.base is not None
+    parts: list[Part] = [
+        (table_file(store.table.name, rank, world), bound(_save_table, store=store, changed=changed))
+        for store in content.stores
+    ]
+    state = {
+        "position": content.position,
+        "torch_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    parts.append((state_file(rank, world), _writer(json.dumps(state).encode())))
+    if rank == 0:
+        # Clones, because the format refuses tensors that share memory: tied weights.
+        weights = {
+            name: tensor.detach().cpu().contiguous().clone()
+            for name, tensor in content.dense.model.state_dict().items()
+        }
+        parts.append((DENSE, _writer(tensors_to_bytes(weights))))
+        if content.dense.optimizer is not None:
+            parts += _optimizer_parts(content.dense.optimizer)
+    for store in content.stores:
+        store.records(np.empty(0, np.int64))  # its kernels are loaded now, not by a process that must not take locks
+    return parts
+
+
+def _writer(content: bytes) -> Callable[[Path], None]:
+    return lambda path: write_durably(path, content)
+
+
+def _optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
+    state = optimizer.state_dict()
+    tensors, plain = {}, {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}.{name}"] = value.detach().cpu().contiguous().clone()
+            else:
+                plain[f"{index}.{name}"] = value
+    settings = {"plain": plain, "param_groups": state["param_groups"]}
+    text = (json.dumps(settings, indent=1) + "\n").encode()
+    return [(OPTIMIZER, _writer(tensors_to_bytes(tensors))), (OPTIMIZER_SETTINGS, _writer(text))]
+
+
+def _written(partial: Path, name: str, write: Callable[[Path], None]) -> tuple[int, int]:
+    write(partial / name)
+    manifests.sync_file(partial / name)
+    return checksum(partial / name)
+
+
+def _done_file(rank: int) -> str:
+    return f"done-{rank}.json"
+
+
+def _write_part(
+    partial: Path, parts: Sequence[Part], rank: int, written: Mapping[str, tuple[int, int]] | None = None
+) -> None:
+    """A worker's files, then word that they are there, or that they will not be."""
+    done = partial / _done_file(rank)
+    try:
+        files = {**(written or {}), **{name: _written(partial, name, write) for name, write in parts}}
+        waiting = done.with_suffix(".partial")
+        write_durably(waiting, json.dumps(files).encode())
+        waiting.rename(done)
+    except BaseException as error:
+        for name, _ in parts:  # room for others
+            (partial / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # then the first worker gives up after its patience
+            done.write_text(json.dumps({"failed": str(error)}))
+        raise
+
+
+def _wait_for_all(partial: Path, world: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    missing = set(range(world))
+    while missing:
+        missing = {rank for rank in missing if not (partial / _done_file(rank)).exists()}
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"rank {min(missing)} has not written its part within {PATIENCE:.0f} s")
+        if missing:
+            time.sleep(0.02)
+
+
+def _finisher(
+    partial: Path, path: Path, content: Content, world: int, afterwards: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """What the first worker does when all parts are there."""
+    tables = [declared(store) for store in content.stores]
+
+    def finish() -> None:
+        files: dict[str, tuple[int, int]] = {}
+        for rank in range(world):
+            values = json.loads((partial / _done_file(rank)).read_text())
+            if "failed" in values:
+                raise OSError(f"rank {rank} has not written its part: {values['failed']}")
+            files |= {name: (size, crc) for name, (size, crc) in values.items()}
+        for rank in range(world):
+            (partial / _done_file(rank)).unlink()
+        manifests.write(Manifest(partial, content.step, world, tables, content.settings, files, content.base))
+        partial.rename(path)
+        sync_folder(path.parent)
+        afterwards()
+
+    return finish
+
+
+def _save_table(path: Path, *, store: TableStore, changed: bool) -> None:
+    """All keys with their records; or all keys, and the records of those that changed."""
+    directory = store.directory
+    directory.sweep()  # what is past its ttl is not saved; the numbers below hold from here on
+    own, shared, seen = len(directory), len(directory.shared), len(directory.sightings)
+    rows = store.num_changed() if changed else own
+    layout: dict[str, tuple[type, tuple[int, ...]]] = {
+        "keys": (np.int64, (own,)),
+        "records": (np.float32, (rows, store.saved_words)),
+        "shared": (np.int64, (shared,)),
+        "shared_records": (np.float32, (shared, store.saved_words)),
+        "seen": (np.int64, (seen,)),
+        "sightings": (np.int64, (seen,)),
+    }
+    if changed:
+        layout["changed"] = (np.int64, (rows,))
+    with TensorWriter(path, layout) as file:
+        if changed:
+            for keys, _ in directory.blocks():
+                file.append("keys", keys)
+            for keys, records in store.changed_blocks():
+                file.append("changed", keys)
+                file.append("records", records)
+        else:
+            for keys, records in store.blocks():
+                file.append("keys", keys)
+                file.append("records", records)
+        for ids, records in store.blocks(shared=True):
+            file.append("shared", ids)
+            file.append("shared_records", records)
+        for keys, counts in directory.sightings.blocks():
+            file.append("seen", keys)
+            file.append("sightings", counts)
