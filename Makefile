@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test grid lint clean
+.PHONY: demo test grid kill lint clean
 .DEFAULT_GOAL := demo
 
 demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -17,6 +17,10 @@ test: .venv/ready lint
 # Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
 grid: .venv/ready
 	$(BIN)/python -m tests.engine.grid
+
+# Fifty runs that lose a worker at a random moment; a quarter of an hour.
+kill: .venv/ready
+	$(BIN)/python -m tests.kill
 
 lint: .venv/ready
 	$(BIN)/ruff check .

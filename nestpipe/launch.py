@@ -25,6 +25,9 @@ def run_workers(arguments: Sequence[str], *, workers: int, port: int, restarts: 
         return 1
     threads = max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # A store of its own for each start: in one that is kept, workers that were started again find the addresses of those that
+    # are dead, and wait for them. (torch 2.13 keeps one unless told otherwise; so set this for torchrun too.)
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
