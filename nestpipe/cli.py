@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
-          "simulator")  # fmt: skip
+          "simulator", "checkpoint")  # fmt: skip
 STOPPED = 128 + 15  # as a shell tells of a program that SIGTERM has ended
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 

@@ -207,7 +207,7 @@ class Trainer:
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
         loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
-        self._loader = loader
+        self._loader, self._engine.stopped = loader, False
         started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
 
@@ -236,6 +236,8 @@ class Trainer:
         finally:
             loader.close()
             self._taken, self._loader = self.position, None
+        if self.stopped:
+            self._ops.stop_asked = False  # it has been heard: training may go on with another call
         seconds = time.perf_counter() - started
         self.skipped += loader.skipped
         skipped += int(self._rows.sum(np.array([loader.skipped]))[0])

@@ -33,9 +33,10 @@ SUITES = {
     "storage": "nestpipe.bench.storage",
     "timelines": "nestpipe.bench.timelines",
     "simulator": "nestpipe.bench.predictions",
+    "checkpoint": "nestpipe.bench.saving",
 }
-# The figures that are compared with the papers'. Not the three others: storage alone writes 20 GB to the disk, reading is
-# about data sets, and timelines are pictures for a page of the documentation.
+# The figures that are compared with the papers'. Not the others: storage alone writes 20 GB to the disk, reading is
+# about data sets, timelines are pictures for a page of the documentation, and simulator and checkpoint have pages of their own.
 ALL = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity")
 FOLDER = Path("runs/bench")  # of several suites, unless another one is asked for
 

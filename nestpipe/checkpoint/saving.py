@@ -229,7 +229,8 @@ def _fork(work: Callable[[], None]) -> _Child:
     try:
         _die_with(parent)
         _close_all_but(theirs)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGINT):  # those are for the one that trains; it waits for this one
+            signal.signal(number, signal.SIG_IGN)
         try:
             work()
             said = b"done"
