@@ -171,12 +171,10 @@ class Config:
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The file with `--set key=value` entries applied on top."""
     try:
-        text = path.read_text()
+        values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror or error}") from error
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     for one in overrides:
         override(values, one)

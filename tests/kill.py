@@ -21,7 +21,9 @@ from pathlib import Path
 CONFIG = """
 [data]
 kind = "synthetic_sequences"
-num_items = 20000
+num_items = 5000
+num_valid_samples = 50
+num_test_samples = 50
 num_negatives = 8
 mean_length = 10
 max_length = 20
@@ -33,10 +35,10 @@ max_length = 20
 dim = 16
 features = ["history", "negatives"]
 tier = "{tier}"
-max_rows = 15000
+max_rows = 4000
 [train]
 batch_size = 32
-steps = 240
+steps = 160
 checkpoint_every = 8
 keep_checkpoints = 2
 full_every = {full_every}
