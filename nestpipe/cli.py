@@ -245,6 +245,12 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     flaws: list[str] = []
 
     def work() -> None:
+        try:
+            act()
+        except OSError as error:
+            raise ValueError(f"{error.filename or arguments.path}: {error.strerror or error}") from error
+
+    def act() -> None:
         if arguments.action == "inspect":
             print(commands.inspect(arguments.path))
         elif arguments.action == "export":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -198,7 +199,7 @@ def _reads_in_process(config: Config) -> bool:
 
 
 def _resume(trainer: Trainer, folder: Path) -> None:
-    """Loads the newest sound checkpoint; what is wrong with newer ones is told."""
+    """Loads the newest sound checkpoint; what is wrong with newer ones is told, and they are put out of the way."""
     names = trainer.from_first([path.name for path in complete(folder)])
     for name in names:
         try:
@@ -206,12 +207,19 @@ def _resume(trainer: Trainer, folder: Path) -> None:
         except Damaged as error:
             if trainer.rank == 0:
                 log.warning(f"{error}")
+            trainer.on_first(functools.partial(_put_aside, folder / name), what="checkpoint")
             continue
         if trainer.rank == 0:
             log.warning(f"resuming after step {trainer.steps}, from {folder / name}")
         return
     if trainer.rank == 0:
         log.warning(f"no {'sound ' if names else ''}checkpoint in {folder}: starting from the beginning")
+
+
+def _put_aside(path: Path) -> None:
+    """Under a name that is no checkpoint's: its step will be saved anew."""
+    free = (path.with_name(f"damaged-{path.name}-{number}") for number in itertools.count(1))
+    path.rename(next(place for place in free if not place.exists()))
 
 
 @contextlib.contextmanager

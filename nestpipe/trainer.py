@@ -129,6 +129,7 @@ class Trainer:
         self.steps = 0  # batches so far
         self._taken = 0  # batches that this worker has taken from its data, those left out included
         self._loader: Loader | None = None
+        self._stopped = False
         self._lr_factor = 1.0
         self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
         self._skip = on_nonfinite == "skip"
@@ -207,7 +208,7 @@ class Trainer:
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
         loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
-        self._loader, self._engine.stopped = loader, False
+        self._loader, self._stopped = loader, False
         started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
 
@@ -229,7 +230,8 @@ class Trainer:
                     stop = min(stop, self.steps + STEPS)
                     self._tuning.begin()
                 self._run(self._take, stop, count, abandon=loader.stop)
-                if self._tuning is not None:
+                self._stopped = self._engine.stopped
+                if self._tuning is not None and not self._stopped:
                     self._tune(self._tuning)
                 if self.steps < stop or self.stopped:
                     break  # out of data, or asked to
@@ -262,7 +264,7 @@ class Trainer:
     @property
     def stopped(self) -> bool:
         """Whether `fit` has returned because a worker was asked to stop."""
-        return self._engine.stopped
+        return self._stopped
 
     def _tune(self, tuning: Tuning) -> None:
         """After a run of steps: tries another number of micro-batches, or fixes it."""

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from nestpipe.checkpoint import manifest as manifests
-from nestpipe.checkpoint.manifest import Manifest
-from nestpipe.checkpoint.saving import table_file
+from nestpipe.checkpoint.manifest import Manifest, table_file
 from nestpipe.tables import did_you_mean
 from nestpipe.tensorfile import TensorReader
 

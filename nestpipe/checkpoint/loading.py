@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load as tensors_from_bytes
 
 from nestpipe.checkpoint import manifest as manifests
-from nestpipe.checkpoint.manifest import Damaged, Manifest
-from nestpipe.checkpoint.saving import DENSE, OPTIMIZER, OPTIMIZER_SETTINGS, declared, state_file, table_file
+from nestpipe.checkpoint.manifest import DENSE, OPTIMIZER, OPTIMIZER_SETTINGS, Damaged, Manifest, state_file, table_file
+from nestpipe.checkpoint.saving import declared
 from nestpipe.engine.dense import Dense
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import owners_of, shards
@@ -63,9 +63,9 @@ def _alike(transport: Transport, work: Callable[[], T]) -> T:
         result = work()
     except ValueError as error:
         problem = error
-    told = [text for text in transport.gather_objects(None if problem is None else str(problem)) if text is not None]
-    if told:
-        raise (type(problem) if problem is not None else ValueError)(told[0])
+    told = transport.gather_objects(None if problem is None else (isinstance(problem, Damaged), str(problem)))
+    for damaged, text in filter(None, told):
+        raise (Damaged if damaged else ValueError)(text)
     return result
 
 
@@ -163,7 +163,9 @@ def _load_unchanged(chain: Sequence[Manifest], store: TableStore, transport: Tra
         with TensorReader(newest.path / table_file(store.table.name, worker, newest.world)) as file:
             kept += [some for some, _ in _own(file, "keys", "keys", store, transport)]
     keys = np.concatenate([np.empty(0, np.int64), *kept])
-    missing = np.sort(keys[store.find(keys) < 0])
+    positions = np.empty(len(keys), np.int64)
+    store.directory.index.find(keys, positions)  # rows of their own; rare keys may share one besides
+    missing = np.sort(keys[positions < 0])
     for worker in _writers(base, store, transport):
         path = base.path / table_file(store.table.name, worker, base.world)
         with TensorReader(path) as file:

@@ -17,9 +17,11 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 FORMAT = 2
 MANIFEST, SUM = "manifest.json", "manifest.sum"
+DENSE, OPTIMIZER, OPTIMIZER_SETTINGS = "dense.safetensors", "dense-optimizer.safetensors", "dense-optimizer.json"
 BLOCK = 1 << 20
 _NAME = re.compile(r"step-(\d{9,})")
 
@@ -51,6 +53,14 @@ class Manifest:
 
 def folder_of(step: int) -> str:
     return f"step-{step:09d}"
+
+
+def table_file(name: str, rank: int, world: int) -> str:
+    return f"table-{quote(name, safe='')}.{rank}-of-{world}.safetensors"
+
+
+def state_file(rank: int, world: int) -> str:
+    return f"state.{rank}-of-{world}.json"
 
 
 def checksum(path: Path) -> tuple[int, int]:
@@ -108,17 +118,48 @@ def read(path: Path) -> Manifest:
     if told != f"{zlib.crc32(text):08x}\n".encode():
         raise Damaged(f"{path / MANIFEST} is damaged: it does not fit its checksum in {SUM}; {again}")
     try:
-        return Manifest(
+        found = Manifest(
             path=path,
-            step=int(values["step"]),
-            world=int(values["world"]),
+            step=_whole(values["step"], 0),
+            world=_whole(values["world"], 1),
             base=values["base"],
-            tables=values["tables"],
-            settings=values["settings"],
-            files={name: (int(one["bytes"]), int(one["crc32"], 16)) for name, one in values["files"].items()},
+            tables=[_table(one) for one in values["tables"]],
+            settings=_settings(values["settings"]),
+            files={name: (_whole(one["bytes"], 0), int(one["crc32"], 16)) for name, one in values["files"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path / MANIFEST} is not what nestpipe writes ({error!r}); {again}") from None
+        if found.world > len(found.files):  # each has at least one; said before a large number is counted up to
+            raise ValueError(f"it names {len(found.files)} files of {found.world} workers")
+        ranks = range(found.world)
+        tables = [table_file(table["name"], rank, found.world) for table in found.tables for rank in ranks]
+        needed = {DENSE, *tables, *(state_file(rank, found.world) for rank in ranks)}
+        for name in sorted(needed ^ set(found.files)):
+            if name not in (OPTIMIZER, OPTIMIZER_SETTINGS):  # a model without parameters has none
+                raise ValueError(f"the file {name} {'is not named' if name in needed else 'belongs to nothing'}")
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise Damaged(f"{path / MANIFEST} is not what nestpipe writes ({error!r:.200}); {again}") from None
+    return found
+
+
+def _whole(value: Any, least: int) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"{value!r:.40} must be a whole number of at least {least}")
+    return value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    kinds = {"name": str, "dim": int, "dtype": str, "optimizer": str, "updates": int}
+    for entry, kind in kinds.items():
+        if type(value[entry]) is not kind:
+            raise ValueError(f"{entry} of a table is {value[entry]!r:.40}")
+    return value
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    if type(value["lr_factor"]) not in (int, float) or not all(
+        type(value[k]) is dict for k in ("pooled_at_owner", "owners")
+    ):
+        raise ValueError(f"the settings are {value!r:.80}")
+    return value
 
 
 def chain(path: Path) -> list[Manifest]:
@@ -160,6 +201,8 @@ def problem_of(manifest: Manifest, name: str) -> str | None:
         found = checksum(file)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror or error}"
+    except ValueError as error:  # a name that no file can have
+        return f"{manifest.path / MANIFEST} names a file {name!r:.60} that cannot be: {error}"
     if found[0] != size:
         return f"{file} has {found[0]:,} bytes instead of {size:,}"
     if found[1] != crc:

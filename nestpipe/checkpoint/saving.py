@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -22,22 +23,31 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bound
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
 from safetensors.torch import save as tensors_to_bytes
 
 from nestpipe.checkpoint import manifest as manifests
-from nestpipe.checkpoint.manifest import Manifest, checksum, sync_folder, write_durably
+from nestpipe.checkpoint.manifest import (
+    DENSE,
+    OPTIMIZER,
+    OPTIMIZER_SETTINGS,
+    Manifest,
+    checksum,
+    state_file,
+    sync_folder,
+)
+
+from nestpipe.checkpoint.manifest import table_file, write_durably  # isort: skip
 from nestpipe.engine.dense import Dense
 from nestpipe.errors import TrainingError, describe
 from nestpipe.exchange.transport import Transport
 from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorWriter
 
+MOMENT = 0.05  # seconds
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
-DENSE, OPTIMIZER, OPTIMIZER_SETTINGS = "dense.safetensors", "dense-optimizer.safetensors", "dense-optimizer.json"
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it
@@ -57,14 +67,6 @@ class Content:
     position: int
     settings: Mapping[str, Any]
     base: str | None = None
-
-
-def table_file(name: str, rank: int, world: int) -> str:
-    return f"table-{quote(name, safe='')}.{rank}-of-{world}.safetensors"
-
-
-def state_file(rank: int, world: int) -> str:
-    return f"state.{rank}-of-{world}.json"
 
 
 def declared(store: TableStore) -> dict[str, Any]:
@@ -154,6 +156,8 @@ class Background:
         except OSError as error:
             problem = error
         if self._failed(problem, content.step):
+            if transport.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
             return
 
         def work() -> None:
@@ -162,7 +166,11 @@ class Background:
                 _wait_for_all(partial, transport.world)
                 finish()
 
-        self._child, self._path, self._is_full = _fork(work), path, content.base is None
+        self._path, self._is_full = path, content.base is None
+        try:
+            self._child = _fork(work)
+        except OSError as error:  # no memory for another process, or too many of them
+            self._child = _Child(0, -1, error)
         if content.base is None:
             for store in content.stores:
                 store.forget_changes()
@@ -172,9 +180,15 @@ class Background:
         """Until the checkpoint under way is complete, or has failed: that is told, and training goes on."""
         if self._child is None:
             return
-        path, problem = self._path, self._child.result()
-        self._child = None
+        path = self._path
         assert path is not None
+        # In turns of a moment each: the slowest disk may take longer than workers wait for each other.
+        while self._transport.sum(np.array([self._child.is_running()]))[0]:
+            time.sleep(MOMENT)
+            if not self._child.is_running():
+                self._speak_for(self._child, _partial(path))
+        problem = self._child.problem
+        self._child = None
         step = int(path.name.split("-")[1])
         if self._failed(problem, step):
             if self._is_full:
@@ -185,6 +199,13 @@ class Background:
         self._since_full = 0 if self._is_full else self._since_full + 1
         if self._is_full:
             self._base = path.name
+
+    def _speak_for(self, child: _Child, partial: Path) -> None:
+        """A process that was killed has told nobody: the first worker's waits for its part."""
+        done = partial / _done_file(self._transport.rank)
+        if child.problem is not None and not done.exists():
+            with contextlib.suppress(OSError):
+                done.write_text(json.dumps({"failed": str(child.problem)}))
 
     def _failed(self, problem: BaseException | None, step: int) -> bool:
         """Whether a worker has a problem; the first worker tells."""
@@ -201,21 +222,27 @@ class Background:
 
 
 class _Child:
-    """A forked process, and the pipe through which it says how it went."""
+    """A forked process, and the pipe through which it says how it went. problem: known when it is no longer running."""
 
-    def __init__(self, pid: int, pipe: int) -> None:
-        self._pid, self._pipe = pid, pipe
+    def __init__(self, pid: int, pipe: int, problem: OSError | None = None) -> None:
+        self._pid, self._pipe, self.problem = pid, pipe, problem
+        self._said = b""
 
-    def result(self) -> BaseException | None:
-        """Waits for it."""
-        said = b""
-        while block := os.read(self._pipe, 4096):
-            said += block
-        os.close(self._pipe)
-        os.waitpid(self._pid, 0)
-        if said == b"done":
-            return None
-        return OSError(said.decode(errors="replace") or "the process that wrote it was killed")
+    def is_running(self) -> bool:
+        while self._pipe >= 0:
+            if not select.select([self._pipe], [], [], 0)[0]:
+                return True
+            block = os.read(self._pipe, 4096)
+            self._said += block
+            if not block:
+                os.close(self._pipe)
+                self._pipe = -1
+                os.waitpid(self._pid, 0)
+                if self._said != b"done":
+                    self.problem = OSError(
+                        self._said.decode(errors="replace") or "the process that wrote it was killed"
+                    )
+        return False
 
 
 def _fork(work: Callable[[], None]) -> _Child:

@@ -84,6 +84,7 @@ class Engine:
         that waits return, when something has gone wrong elsewhere."""
         self._read, self._last, self._on_step, self._abandon = read, last, on_step, abandon
         self._held: StepResult | None = None
+        self.stopped = False
         self._contexts.clear()
         self.ops.begin()
         try:

@@ -1,0 +1,370 @@
+"""Checkpoints that are written while training goes on: each is of its own instant, and one that fails costs nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nestpipe import Batch, Jagged, Trainer, process
+from nestpipe.checkpoint import complete, manifest, problems, saving
+from nestpipe.checkpoint.manifest import folder_of
+from nestpipe.checkpoint.saving import Background
+from nestpipe.tensorfile import TensorReader
+from tests.cluster import Cluster
+from tests.test_checkpoint import FEATURES, TABLES, Model, contents, make_trainer, train
+
+NO_ROOM = OSError(28, "No space left on device")
+
+
+def trainer_on(tier: str, folder: Path, **options: Any) -> Trainer:
+    tables = [dataclasses.replace(table, tier=tier) for table in TABLES]
+    make = lambda p: torch.optim.Adam(p, 1e-2)  # noqa: E731
+    return Trainer(Model(), tables, FEATURES, dense_optimizer=make, storage=folder / "storage", **options)
+
+
+def few_keys(trainer: Trainer, first: int, last: int) -> None:
+    """Like `train`, with keys that wander: old ones are evicted, new ones born, and most rows stay as they are."""
+    for step in range(first, last):
+        rng = np.random.default_rng([7, step, trainer.rank])
+        keys = {
+            table.name: Jagged.from_lists([(10 * step + rng.integers(0, 30, 3)).tolist() for _ in range(4)])
+            for table in TABLES
+        }
+        trainer.step(Batch(keys))
+
+
+def no_child() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir() if not one.name.startswith("step-"))
+
+
+def listening(background: Background) -> list[str]:
+    told: list[str] = []
+    background._tell = told.append
+    return told
+
+
+class Patched:
+    """Sets an attribute for as long as it lasts: workers of the cluster outlive a test."""
+
+    def __init__(self, place: Any, name: str, value: Any) -> None:
+        self._place, self._name, self._value = place, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._place, self._name)
+        setattr(self._place, self._name, self._value)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._place, self._name, self._before)
+
+
+def instead_of_writing(what: Callable[[int, Path], None], trainer: Trainer) -> Patched:
+    """what(rank, path) before each file is written, in whichever process does it."""
+    write = saving._written
+
+    def written(partial: Path, name: str, writer: Callable[[Path], None]) -> tuple[int, int]:
+        what(trainer.rank, partial / name)
+        return write(partial, name, writer)
+
+    return Patched(saving, "_written", written)
+
+
+# -- each is of its own instant ----------------------------------------------------------------------------------------
+
+
+def save_slowly(folder: Path, tier: str) -> dict[str, Any]:
+    trainer = trainer_on(tier, folder)
+    checkpoints = trainer.checkpoints(folder / "saved", keep=2, full_every=3)
+    parent, digests, states, listed, overlapped = os.getpid(), {}, {}, [], 0
+
+    def sleep(rank: int, path: Path) -> None:
+        if os.getpid() != parent and path.name.startswith(("table-plain", "state")):
+            time.sleep(0.15)
+
+    with instead_of_writing(sleep, trainer):
+        for step in range(1, 6):
+            few_keys(trainer, 3 * step - 3, 3 * step)
+            if step == 4 and trainer.rank == 0:  # as a run that was killed leaves it
+                partial = folder / "saved" / f".{folder_of(trainer.steps)}.partial"
+                partial.mkdir()
+                (partial / "table-stale.0-of-9.safetensors").write_text("half")
+                assert partial not in complete(folder / "saved")
+            digests[trainer.steps], states[trainer.steps] = trainer.digest(), contents(trainer)
+            trainer.checkpoint(checkpoints)
+            few_keys(trainer, 1000 * step, 1000 * step + 1)  # while it is written
+            overlapped += not (folder / "saved" / folder_of(trainer.steps - 1)).exists()
+            checkpoints.wait()
+            listed.append([path.name for path in complete(folder / "saved")])
+    found = {
+        "digests": digests,
+        "states": states,
+        "listed": listed,
+        "overlapped": overlapped,
+        "no child": no_child(),
+        "left": leftovers(folder / "saved"),
+        "stalls": checkpoints.stalls,
+    }
+    trainer.close()
+    return found
+
+
+def load_all(folder: Path, tier: str) -> dict[int, tuple[str, Any]]:
+    found = {}
+    for path in complete(folder / "saved"):
+        trainer = trainer_on(tier, folder)
+        trainer.load(path)
+        found[trainer.steps] = trainer.digest(), contents(trainer)
+        trainer.close()
+    return found
+
+
+def num_keys_and_records(path: Path, table: str) -> tuple[int, int]:
+    keys = records = 0
+    for file in path.glob(f"table-{table}.*"):
+        with TensorReader(file) as one:
+            keys, records = keys + one.shape("keys")[0], records + one.shape("records")[0]
+    return keys, records
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_each_checkpoint_is_what_the_trainer_was_at_its_step(cluster: Cluster, tmp_path: Path, tier: str) -> None:
+    saved = cluster.run(2, save_slowly, tmp_path, tier)
+    steps = sorted(saved[0]["digests"])
+    names = {step: folder_of(step) for step in steps}
+    a, b, c, d, e = (names[step] for step in steps)
+    for result in saved:
+        assert result["overlapped"] > 0, "nothing was trained while a checkpoint was written: the test shows nothing"
+        # Full, two with changes, full, changes: two stay, and the full one that they need.
+        assert result["listed"] == [[a], [b, a], [c, b, a], [d, c, a], [e, d]]
+        assert result["no child"] and len(result["stalls"]) == 5
+    assert saved[0]["left"] == []
+    folder = tmp_path / "saved"
+    assert manifest.read(folder / d).base is None and manifest.read(folder / e).base == d
+    assert not list(folder.rglob("*stale*")) and not [p for path in complete(folder) for p in problems(path)]
+    keys, records = num_keys_and_records(folder / e, "plain")
+    assert 0 < records < keys
+    for loaded in cluster.run(2, load_all, tmp_path, tier):
+        assert sorted(loaded) == steps[-2:]
+        for step, (digest, state) in loaded.items():
+            for table in TABLES:
+                expected = saved[0]["states"][step]["tables"][table.name]
+                assert state["tables"][table.name] == expected, (step, table.name)
+            assert (digest, state) == (saved[0]["digests"][step], saved[0]["states"][step])
+    # Rows went and came between the two.
+    old, new = (set(saved[0]["states"][step]["tables"]["short"]["rows"]) for step in steps[-2:])
+    assert old - new and new - old
+
+
+def save_changes_often(folder: Path, tier: str, full_every: int) -> list[tuple[int, str]]:
+    trainer = trainer_on(tier, folder)
+    checkpoints = trainer.checkpoints(folder / "saved", keep=100, full_every=full_every)
+    digests = []
+    for step in range(8):
+        few_keys(trainer, step, step + 1)
+        trainer.checkpoint(checkpoints)
+        digests.append((trainer.steps, trainer.digest()))
+    checkpoints.wait()
+    trainer.close()
+    return digests
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_many_small_changes_on_one_base_load_to_the_right_digest(cluster: Cluster, tmp_path: Path, tier: str) -> None:
+    digests = dict(cluster.run(1, save_changes_often, tmp_path, tier, 5)[0])
+    (loaded,) = cluster.run(1, load_all, tmp_path, "memory")
+    assert [manifest.read(path).base is None for path in complete(tmp_path / "saved")][::-1] == [
+        step % 5 == 0 for step in range(8)
+    ]
+    wrong = [step for step, (digest, _) in loaded.items() if digest != digests[step]]
+    assert len(loaded) == 8 and not wrong
+
+
+# -- one that fails ----------------------------------------------------------------------------------------------------
+
+
+def fail_once(folder: Path, how: str, tier: str, first: int) -> dict[str, Any]:
+    """Checkpoints 0, 1, ...: the `first` one fails."""
+    trainer = trainer_on(tier, folder)
+    checkpoints = trainer.checkpoints(folder / "saved", keep=5, full_every=2)
+    told = listening(checkpoints)
+    parent, digests, bases = os.getpid(), {}, []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def trouble(rank: int, path: Path) -> None:
+        here = path.name.startswith("table-rare") if tier == "memory" else path.name.startswith("table-")
+        if how == "raises" and rank == 1 and here:
+            raise NO_ROOM
+        if how == "first raises" and rank == 0 and "dense" in path.name:
+            raise NO_ROOM
+        if how == "too large" and rank == 1 and os.getpid() != parent:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
+
+    for number in range(4):
+        few_keys(trainer, number, number + 1)
+        digests[trainer.steps] = trainer.digest()
+        with instead_of_writing(trouble if number == first else lambda *_: None, trainer):
+            trainer.checkpoint(checkpoints)
+            checkpoints.wait() if number == first else None
+        if number == first:
+            after = [path.name for path in complete(folder / "saved")], leftovers(folder / "saved"), no_child()
+    checkpoints.wait()
+    listed = complete(folder / "saved")
+    bases = [manifest.read(path).base for path in listed]
+    loads = {}
+    for path in listed:
+        other = trainer_on(tier, folder / "other")
+        other.load(path)
+        loads[other.steps] = other.digest()
+        other.close()
+    trainer.close()
+    return {"told": told, "digests": digests, "after": after, "listed": [path.name for path in listed], "bases": bases,
+            "loads": loads, "left": leftovers(folder / "saved"), "no child": no_child()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "tier", "failing"),
+    [
+        ("raises", "memory", 0),
+        ("raises", "memory", 1),
+        ("first raises", "memory", 2),
+        ("too large", "memory", 2),
+        ("raises", "disk", 2),
+    ],
+)
+def test_a_checkpoint_that_fails_is_told_once_and_costs_nothing_else(
+    cluster: Cluster, tmp_path: Path, how: str, tier: str, failing: int
+) -> None:
+    results = cluster.run(2, fail_once, tmp_path, how, tier, failing)
+    names = [folder_of(step) for step in range(1, 5)]
+    rest = [name for number, name in enumerate(names) if number != failing]
+    told = results[0]["told"]
+    assert len(told) == 1 and results[1]["told"] == []
+    assert f"checkpoint of step {failing + 1} failed, training goes on" in told[0] and "Make room in" in told[0]
+    assert ("there is none yet" if failing == 0 else f"the newest is {names[failing - 1]}") in told[0]
+    cause = "File too large" if how == "too large" else "No space left"
+    assert cause in told[0] and ("rank 0" if how == "first raises" else "rank 1") in told[0]
+    assert results[0]["after"] == (rest[:failing][::-1], [], True) and results[0]["left"] == []
+    for result in results:
+        assert result["listed"] == rest[::-1] and result["no child"] and result["after"][2]
+        # After a full one that failed the next one is full; what built on an older base may go on with it.
+        assert result["bases"][-1] is None and result["bases"][2 - failing if failing < 3 else 0] in (None, names[0])
+        if failing in (0, 2):
+            assert result["bases"][2 - failing] is None
+        wrong = [step for step, digest in result["loads"].items() if digest != result["digests"][step]]
+        assert len(result["loads"]) == 3 and not wrong
+
+
+def lose_a_writer(folder: Path) -> tuple[list[str], list[str], str, float]:
+    trainer = make_trainer()
+    checkpoints = trainer.checkpoints(folder)
+    told = listening(checkpoints)
+    parent = os.getpid()
+
+    def die(rank: int, path: Path) -> None:
+        if rank == 1 and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
+
+    with instead_of_writing(die, trainer), Patched(saving, "PATIENCE", 60.0):
+        train(trainer, 0, 1)
+        trainer.checkpoint(checkpoints)
+        train(trainer, 1, 2)
+        begin = time.monotonic()
+        checkpoints.wait()
+        seconds = time.monotonic() - begin
+    trainer.checkpoint(checkpoints)
+    checkpoints.wait()
+    return told, [path.name for path in complete(folder)], trainer.digest(), seconds
+
+
+def test_a_writer_that_is_killed_does_not_hold_the_others_up(cluster: Cluster, tmp_path: Path) -> None:
+    """The writer of the first worker waits for a word that will not come; its worker must not wait with it."""
+    outcomes = cluster.outcomes(2, lose_a_writer, tmp_path, timeout=8)
+    assert [kind for kind, _ in outcomes] == ["ok", "ok"], outcomes
+    told, listed, _, _ = outcomes[0][1]
+    assert len(told) == 1 and "rank 1" in told[0] and listed == [folder_of(2)]
+
+
+def write_longer_than_the_patience_of_the_group(folder: Path) -> list[str]:
+    with Patched(process, "GRACE", 0.0):
+        trainer = trainer_on("memory", folder, data_timeout=1.0)
+    checkpoints = trainer.checkpoints(folder / "saved")
+    parent = os.getpid()
+
+    def sleep(rank: int, path: Path) -> None:
+        if rank == 0 and "state" in path.name and os.getpid() != parent:
+            time.sleep(2.5)
+
+    with instead_of_writing(sleep, trainer):
+        train(trainer, 0, 1)
+        trainer.checkpoint(checkpoints)
+        train(trainer, 1, 2)
+        trainer.checkpoint(checkpoints)
+        train(trainer, 2, 3)
+        checkpoints.wait()
+    return [path.name for path in complete(folder / "saved")]
+
+
+def test_a_slow_disk_of_one_worker_is_waited_for_longer_than_a_step_may_take(cluster: Cluster, tmp_path: Path) -> None:
+    """train.timeout is for workers and data that are dead; a checkpoint of many gigabytes may take longer."""
+    outcomes = cluster.outcomes(2, write_longer_than_the_patience_of_the_group, tmp_path, timeout=20)
+    assert [kind for kind, _ in outcomes] == ["ok", "ok"], [value[1] for _, value in outcomes]
+    assert outcomes[0][1] == [folder_of(2), folder_of(1)]
+
+
+def fail_to_fork(folder: Path) -> tuple[list[str], int]:
+    trainer = make_trainer()
+    checkpoints = trainer.checkpoints(folder)
+    told = listening(checkpoints)
+
+    def fork() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    train(trainer, 0, 1)
+    with Patched(os, "fork", fork if trainer.rank == 1 else os.fork):
+        trainer.checkpoint(checkpoints)
+        train(trainer, 1, 2)
+        checkpoints.wait()
+    return told, trainer.steps
+
+
+def test_a_fork_that_the_system_refuses_is_a_checkpoint_that_failed(cluster: Cluster, tmp_path: Path) -> None:
+    outcomes = cluster.outcomes(2, fail_to_fork, tmp_path, timeout=8)
+    assert [kind for kind, _ in outcomes] == ["ok", "ok"], outcomes
+    assert len(outcomes[0][1][0]) == 1 and "Cannot allocate memory" in outcomes[0][1][0][0]
+    assert leftovers(tmp_path) == [] and complete(tmp_path) == []
+
+
+def test_what_was_saved_before_is_not_written_again(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    checkpoints = trainer.checkpoints(tmp_path)
+    train(trainer, 0, 1)
+    trainer.checkpoint(checkpoints)
+    checkpoints.wait()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    trainer.checkpoint(checkpoints)
+    checkpoints.wait()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("wrong", [{"keep": 0}, {"full_every": 0}])
+def test_nothing_to_keep_is_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        make_trainer().checkpoints(tmp_path, **wrong)

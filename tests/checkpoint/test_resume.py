@@ -1,0 +1,379 @@
+"""A run that was cut off and goes on from a checkpoint ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nestpipe import Batch, Jagged, Trainer, run
+from nestpipe.checkpoint import complete, problems
+from nestpipe.checkpoint.manifest import folder_of
+from nestpipe.config import Config, parse
+from nestpipe.data import SyntheticClicks
+from nestpipe.engine.step import StepResult
+from tests.cluster import Cluster
+from tests.test_checkpoint import FEATURES, TABLES, Model, contents
+
+CLICKS: dict[str, Any] = {
+    "data": {"kind": "synthetic_clicks", "num_features": 2, "keys_per_table": 60, "keys_per_bag": 2, "num_dense": 2,
+             "num_samples": 4000, "num_valid_samples": 20, "num_test_samples": 40},
+    "model": {"kind": "dlrm", "bottom": [4], "top": [4]},
+    "tables": {"f*": {"dim": 4, "pooling": "sum", "lr": 0.1}},
+    "train": {"batch_size": 16, "steps": 12, "checkpoint_every": 3, "keep_checkpoints": 9},
+    "schedule": {},
+}  # fmt: skip
+SEQUENCES: dict[str, Any] = {
+    "data": {"kind": "synthetic_sequences", "num_items": 50, "mean_length": 5, "max_length": 8, "num_negatives": 4,
+             "num_samples": 400, "num_valid_samples": 5, "num_test_samples": 10},
+    "model": {"kind": "hstu", "dropout": 0.3},
+    "tables": {"item": {"dim": 8, "features": ["history", "negatives"], "lr": 0.1}},
+    "train": {"batch_size": 8, "steps": 10, "checkpoint_every": 3, "rank_at": [5]},
+    "schedule": {},
+}  # fmt: skip
+
+
+def configured(base: dict[str, Any] = CLICKS, **sections: dict[str, Any]) -> Config:
+    values = json.loads(json.dumps(base))
+    for section, entries in sections.items():
+        values[section].update(entries)
+    return parse(values)
+
+
+class Cut(Exception):
+    pass
+
+
+class Interrupted:
+    """While it lasts, a run is cut off after `step` steps, when its checkpoint of step `saved` is complete."""
+
+    def __init__(self, folder: Path, *, step: int = 7, saved: int = 6) -> None:
+        self._path, self._step = folder / "checkpoints" / folder_of(saved), step
+
+    def __enter__(self) -> None:
+        self._before = run.Curves.step
+
+        def step(curves: run.Curves, result: StepResult) -> None:
+            self._before(curves, result)
+            if result.step + 1 == self._step:
+                deadline = time.monotonic() + 20
+                while not self._path.exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                raise Cut
+
+        run.Curves.step = step  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        run.Curves.step = self._before  # type: ignore[method-assign]
+
+
+def train(config: Config, folder: Path, *, resume: bool = False) -> dict[str, Any]:
+    return run.train(config, folder=folder, json_file=None, resume=resume)
+
+
+def cut_off(config: Config, folder: Path, **when: int) -> None:
+    with Interrupted(folder, **when):
+        try:
+            train(config, folder)
+        except Exception as error:
+            text = f"{error!r} {error.__cause__!r}"
+            assert "Cut" in text, text
+        else:
+            raise AssertionError("the run was not cut off")
+
+
+def whole_and_resumed(config: Config, folder: Path) -> dict[str, Any]:
+    whole = train(config, folder / "whole")
+    cut_off(config, folder / "cut")
+    assert not (folder / "cut" / "result.json").exists()
+    saved = [path.name for path in complete(folder / "cut" / "checkpoints")]
+    resumed = train(config, folder / "cut", resume=True)
+    return {"whole": whole, "resumed": resumed, "saved": saved}
+
+
+def assert_alike(found: dict[str, Any], *, done: int = 6, steps: int = 12) -> None:
+    whole, resumed = found["whole"], found["resumed"]
+    assert found["saved"][0] == folder_of(done)
+    assert (whole["steps"], resumed["steps"]) == (steps, steps - done)
+    assert resumed["digest"] == whole["digest"]
+    assert resumed["metrics"] == whole["metrics"] and resumed["last_loss"] == whole["last_loss"]
+
+
+# -- one worker --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
+def test_every_schedule_and_tier_goes_on_with_the_same_bits(tmp_path: Path, schedule: str, tier: str) -> None:
+    tables = {"f*": {**CLICKS["tables"]["f*"], "tier": tier, "memory": "100MB"}} if tier == "disk" else {}
+    micro_batches = 2 if schedule == "nested" else 1
+    config = configured(
+        tables=tables, schedule={"name": schedule, "micro_batches": micro_batches}, train={"full_every": 2}
+    )
+    assert_alike(whole_and_resumed(config, tmp_path))
+
+
+def with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SyntheticClicks.batches
+
+    def batches(self: SyntheticClicks, split: str, **options: Any) -> Iterator[Batch]:
+        for number, batch in enumerate(original(self, split, **options)):
+            if split == "train" and number % 3 == 1:
+                for name, values in batch.dense.items():
+                    batch.dense[name] = torch.full_like(values, float("nan"))
+            yield batch
+
+    monkeypatch.setattr(SyntheticClicks, "batches", batches)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
+def test_batches_that_were_left_out_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    with_nan(monkeypatch)
+    found = whole_and_resumed(
+        configured(train={"on_nonfinite": "skip"}, schedule={"name": schedule, "micro_batches": 2}), tmp_path
+    )
+    assert_alike(found)
+    assert found["whole"]["skipped_batches"] > found["resumed"]["skipped_batches"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["serial", "nested"])
+def test_dropout_goes_on_where_it_was(tmp_path: Path, schedule: str) -> None:
+    config = configured(SEQUENCES, schedule={"name": schedule})
+    found = whole_and_resumed(config, tmp_path)
+    assert_alike(found, steps=10)
+    dry = train(configured(SEQUENCES, model={"dropout": 0.0, "input_dropout": 0.0}), tmp_path / "dry")
+    assert dry["digest"] != found["whole"]["digest"], "no dropout: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"train": {"lr_decay": "cosine"}, "schedule": {"name": "dbp"}},
+        {"train": {"steps": None, "epochs": 3}, "data": {"num_samples": 64}, "schedule": {"name": "nested"}},
+        {"train": {"epochs": 3}, "data": {"num_samples": 64}},
+        {"train": {"reader": "process"}},
+        {"train": {"eval_every": 2}, "schedule": {"name": "dbp"}},
+        {"tables": {"f*": {**CLICKS["tables"]["f*"], "ttl": 2, "admit_after": 2}}, "schedule": {"name": "dbp"}},
+        {"tables": {"f*": {**CLICKS["tables"]["f*"], "max_rows": 50}}, "train": {"full_every": 4, "batch_size": 4}},
+        {"tables": {"f*": {**CLICKS["tables"]["f*"], "admit_after": 2}}, "train": {"full_every": 4, "batch_size": 4}},
+        {"tables": {"f*": {**CLICKS["tables"]["f*"], "optimizer": "adam", "dtype": "bfloat16"}},
+         "train": {"full_every": 3}},
+    ],
+    ids=["cosine", "epochs", "epochs and steps", "reader process", "evaluations", "ttl and admission", "budget, changes",
+         "admission, changes", "adam in half"],
+)  # fmt: skip
+def test_everything_that_has_a_state_goes_on(tmp_path: Path, entries: dict[str, Any]) -> None:
+    assert_alike(whole_and_resumed(configured(**entries), tmp_path))
+
+
+def damage(path: Path) -> None:
+    file = sorted(path.glob("table-*"))[0]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, folder = configured(), tmp_path / "run"
+    whole = train(config, tmp_path / "whole")
+    cut_off(config, folder)
+    saved = folder / "checkpoints"
+    damage(saved / folder_of(6))
+    with caplog.at_level(logging.WARNING, "nestpipe"):
+        resumed = train(config, folder, resume=True)
+    assert resumed["digest"] == whole["digest"] and resumed["steps"] == 9
+    said = [record.getMessage() for record in caplog.records]
+    assert folder_of(6) in said[0] and "is damaged" in said[0]
+    assert said[1] == f"resuming after step 3, from {saved / folder_of(3)}"
+
+
+def test_a_damaged_checkpoint_is_replaced_by_a_sound_one_of_its_step(tmp_path: Path) -> None:
+    """Otherwise a run that stops there says that it has saved, and has not."""
+    config, folder = configured(), tmp_path / "run"
+    cut_off(config, folder)
+    damage(folder / "checkpoints" / folder_of(6))
+    train(config, folder, resume=True)
+    flaws = [flaw for path in complete(folder / "checkpoints") for flaw in problems(path)]
+    assert not flaws
+
+
+def test_no_sound_checkpoint_means_from_the_beginning_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, folder = configured(train={"steps": 7}), tmp_path / "run"
+    with caplog.at_level(logging.WARNING, "nestpipe"):
+        whole = train(config, folder, resume=True)
+    saved = folder / "checkpoints"
+    assert caplog.messages == [f"no checkpoint in {saved}: starting from the beginning"] and whole["steps"] == 7
+    caplog.clear()
+    for path in complete(saved):
+        damage(path)
+    with caplog.at_level(logging.WARNING, "nestpipe"):
+        again = train(config, folder, resume=True)
+    assert caplog.messages[-1] == f"no sound checkpoint in {saved}: starting from the beginning"
+    assert len(caplog.messages) == 3 and again["steps"] == 7 and again["digest"] == whole["digest"]
+
+
+def test_a_run_that_does_not_resume_sets_old_checkpoints_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = train(configured(), folder)
+    other = train(configured(train={"seed": 5, "steps": 4}), folder)
+    assert other["steps"] == 4 and other["digest"] != first["digest"]
+    assert [path.name for path in complete(folder / "checkpoints")] == [folder_of(3)]
+    assert [path.name for path in complete(folder / "checkpoints-1")] == [folder_of(step) for step in (12, 9, 6, 3)]
+    assert not [flaw for path in complete(folder / "checkpoints-1") for flaw in problems(path)]
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing_more(tmp_path: Path) -> None:
+    whole = train(configured(), tmp_path)
+    again = train(configured(), tmp_path, resume=True)
+    assert again["steps"] == 0 and again["digest"] == whole["digest"] and again["metrics"] == whole["metrics"]
+
+
+# -- several workers ---------------------------------------------------------------------------------------------------
+
+
+def test_two_workers_go_on_with_the_same_bits_each_with_its_own_dropout(cluster: Cluster, tmp_path: Path) -> None:
+    config = configured(SEQUENCES, schedule={"name": "nested", "micro_batches": 2})
+    for found in cluster.run(2, whole_and_resumed, config, tmp_path):
+        assert_alike(found, steps=10)
+
+
+def damaged_and_resumed(config: Config, folder: Path, name: str) -> tuple[str, str]:
+    whole = train(config, folder / "whole")
+    cut_off(config, folder / "cut")
+    if torch.distributed.get_rank() == 0:
+        file = folder / "cut" / "checkpoints" / folder_of(6) / name
+        file.write_bytes(file.read_bytes()[:-1])
+    torch.distributed.barrier()
+    return whole["digest"], train(config, folder / "cut", resume=True)["digest"]
+
+
+@pytest.mark.parametrize("name", ["table-f0.0-of-2.safetensors", "table-f0.1-of-2.safetensors"])
+def test_two_workers_pass_over_a_damaged_checkpoint_whoever_finds_it(
+    cluster: Cluster, tmp_path: Path, name: str
+) -> None:
+    for kind, value in cluster.outcomes(2, damaged_and_resumed, configured(), tmp_path, name, timeout=30):
+        assert kind == "ok", value
+        assert value[0] == value[1]
+
+
+def cut_and_saved(config: Config, folder: Path) -> list[str]:
+    cut_off(config, folder, step=5, saved=3)
+    return [path.name for path in complete(folder / "checkpoints")]
+
+
+def resumed(config: Config, folder: Path) -> dict[str, Any]:
+    return train(config, folder, resume=True)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_another_number_of_workers_trains_on_the_rest_of_the_samples(
+    cluster: Cluster, tmp_path: Path, before: int, after: int
+) -> None:
+    num_samples, size = 600, 16
+    config = configured(train={"steps": None, "epochs": 1}, data={"num_samples": num_samples})
+    assert cluster.run(before, cut_and_saved, config, tmp_path)[0] == [folder_of(3)]
+    result = cluster.run(after, resumed, config, tmp_path)[0]
+    assert abs(3 * size * before + result["samples"] - num_samples) <= size * max(before, after)
+
+
+def stop_on_one(schedule: str, micro_batches: int, at: int) -> dict[str, Any]:
+    trainer = Trainer(
+        Model(),
+        TABLES,
+        FEATURES,
+        dense_optimizer=lambda p: torch.optim.Adam(p, 1e-2),
+        schedule=schedule,
+        micro_batches=micro_batches,
+    )
+
+    def batches() -> Iterator[Batch]:
+        rng = np.random.default_rng([6, trainer.rank])
+        for _ in range(200):
+            yield Batch({table.name: Jagged.from_lists(rng.integers(0, 90, (8, 2)).tolist()) for table in TABLES})
+
+    def on_step(result: StepResult) -> None:
+        if result.step + 1 == at and trainer.rank == trainer.world - 1:
+            trainer.stop()
+
+    fitted = trainer.fit(batches(), on_step=on_step)
+    return {"steps": trainer.steps, "fitted": fitted.steps, "position": trainer.position, "stopped": trainer.stopped,
+            "contents": contents(trainer)["updates"], "digest": trainer.digest()}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "fwp", "nested", "stale"])
+def test_stop_on_one_worker_ends_all_after_the_same_step(cluster: Cluster, schedule: str) -> None:
+    micro_batches = 2 if schedule in ("fwp", "nested") else 1
+    results = cluster.run(2, stop_on_one, schedule, micro_batches, 5)
+    assert results[0] == results[1] and results[0]["stopped"]
+    assert 5 <= results[0]["steps"] <= 5 + 5
+    assert results[0]["position"] == results[0]["fitted"] == results[0]["steps"]
+    assert set(results[0]["contents"]) == {results[0]["steps"]}
+
+
+def stopped_run(config: Config, folder: Path) -> str:
+    """SIGTERM on one worker only, as its handler answers it."""
+    before = run.Curves.step
+
+    def step(curves: run.Curves, result: StepResult) -> None:
+        before(curves, result)
+        if result.step + 1 == 8 and Stopping.trainer.rank == 0:
+            Stopping.trainer.stop()
+
+    make = run.make_trainer
+
+    def make_and_keep(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options)
+        Stopping.trainer = made[0]
+        return made
+
+    run.Curves.step, run.make_trainer = step, make_and_keep  # type: ignore[method-assign]
+    try:
+        train(config, folder)
+    except run.Stopped as error:
+        return str(error)
+    finally:
+        run.Curves.step, run.make_trainer = before, make  # type: ignore[method-assign]
+        del Stopping.trainer
+    return "not stopped"
+
+
+class Stopping:
+    trainer: Any
+
+
+def stopped_and_resumed(config: Config, folder: Path) -> tuple[str, int, int, str, str]:
+    whole = train(config, folder / "whole")
+    said = stopped_run(config, folder / "cut")
+    (newest, *_) = complete(folder / "cut" / "checkpoints")
+    rest = train(config, folder / "cut", resume=True)
+    return said, int(newest.name.split("-")[1]), rest["steps"], rest["digest"], whole["digest"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_the_same_bits(
+    cluster: Cluster, tmp_path: Path, schedule: str, world: int
+) -> None:
+    config = configured(schedule={"name": schedule}, train={"steps": 16, "lr_decay": "cosine"})
+    for said, step, rest, digest, whole in cluster.run(world, stopped_and_resumed, config, tmp_path):
+        assert said.startswith(f"stopped by a signal after step {step}; saved to ") and "--resume" in said
+        assert 8 <= step < 16 and rest == 16 - step and digest == whole
+
+
+def test_a_run_that_is_stopped_while_micro_batches_are_measured_does_not_count_as_finished(tmp_path: Path) -> None:
+    config = configured(schedule={"micro_batches": "auto"}, train={"steps": 100, "checkpoint_every": 0})
+    assert stopped_run(config, tmp_path).startswith("stopped by a signal after step 9")
+    assert not (tmp_path / "result.json").exists()
