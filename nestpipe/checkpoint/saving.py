@@ -14,7 +14,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -134,7 +133,7 @@ class Background:
         """All workers call it, while no batch is under way, and after `wait`."""
         begin = time.perf_counter()
         transport, path = self._transport, self.folder / manifests.folder_of(content.step)
-        if path.exists():
+        if transport.gather_objects(path.exists())[0]:
             return  # it was saved before the run was resumed
         partial = _partial(path)
         problem: BaseException | None = None
@@ -230,9 +229,10 @@ class _Child:
 
     def is_running(self) -> bool:
         while self._pipe >= 0:
-            if not select.select([self._pipe], [], [], 0)[0]:
+            try:
+                block = os.read(self._pipe, 4096)
+            except BlockingIOError:
                 return True
-            block = os.read(self._pipe, 4096)
             self._said += block
             if not block:
                 os.close(self._pipe)
@@ -251,6 +251,7 @@ def _fork(work: Callable[[], None]) -> _Child:
     pid = os.fork()
     if pid:
         os.close(theirs)
+        os.set_blocking(ours, False)
         return _Child(pid, ours)
     # From here on: no threads of torch, no locks that another thread may have held, nothing but arrays and files.
     try:
@@ -277,8 +278,12 @@ def _die_with(parent: int) -> None:
 
 def _close_all_but(kept: int) -> None:
     """Connections to other workers above all: while somebody holds them open, nobody notices that a worker is gone."""
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 4096 else kept + 1)
+    listed = Path("/proc/self/fd")
+    numbers = [int(name) for name in os.listdir(listed)] if listed.exists() else range(4096)
+    for number in numbers:
+        if number > 2 and number != kept:
+            with contextlib.suppress(OSError):
+                os.close(number)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
