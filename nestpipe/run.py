@@ -128,7 +128,7 @@ def _train(
         checkpoints.wait()
         if trainer.stopped:
             path = saved / folder_of(trainer.steps)
-            if not path.exists():
+            if not trainer.from_first(path.exists()):
                 trainer.save(path)
             raise Stopped(f"stopped by a signal after step {trainer.steps}; saved to {path}; go on with --resume")
         metrics = evaluate_split(trainer, built, config, config.train.eval_split)
