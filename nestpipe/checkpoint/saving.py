@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bound
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorWriter
 
 MOMENT = 0.05  # seconds
+ATTEMPTS, ALIVE_WITHIN = 5, 3.0  # of a fork; seconds
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -246,17 +247,45 @@ class _Child:
 
 
 def _fork(work: Callable[[], None]) -> _Child:
+    """A process that has begun to work. One that does not come to life is given up and another one is tried: a thread that was
+    just ending (those of the lanes are) may hold a lock of the interpreter, and nobody ever gives it back in the copy."""
+    for _ in range(ATTEMPTS):
+        child = _try_to_fork(work)
+        if child is not None:
+            return child
+    raise OSError(f"{ATTEMPTS} forked processes did not come to life within {ALIVE_WITHIN:g} s each")
+
+
+def _try_to_fork(work: Callable[[], None]) -> _Child | None:
     ours, theirs = os.pipe()
     parent = os.getpid()
     pid = os.fork()
-    if pid:
-        os.close(theirs)
-        os.set_blocking(ours, False)
-        return _Child(pid, ours)
-    # From here on: no threads of torch, no locks that another thread may have held, nothing but arrays and files.
+    if pid == 0:
+        _run_and_leave(work, theirs, parent)
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    deadline = time.monotonic() + ALIVE_WITHIN
+    while time.monotonic() < deadline:
+        try:
+            alive = os.read(ours, 1)
+        except BlockingIOError:
+            time.sleep(0.001)
+            continue
+        if alive:
+            return _Child(pid, ours)
+        break  # it died
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(ours)
+    return None
+
+
+def _run_and_leave(work: Callable[[], None], pipe: int, parent: int) -> NoReturn:
+    """In the forked process: no threads of torch, no locks that another thread may have held, nothing but arrays and files."""
     try:
+        os.write(pipe, b"+")
         _die_with(parent)
-        _close_all_but(theirs)
+        _close_all_but(pipe)
         for number in (signal.SIGTERM, signal.SIGINT):  # those are for the one that trains; it waits for this one
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -264,7 +293,7 @@ def _fork(work: Callable[[], None]) -> _Child:
             said = b"done"
         except BaseException as error:
             said = (str(error) or type(error).__name__).encode()
-        os.write(theirs, said[:4000])
+        os.write(pipe, said[:4000])
     finally:
         os._exit(0)
 
