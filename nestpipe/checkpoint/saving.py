@@ -47,6 +47,7 @@ from nestpipe.tensorfile import TensorWriter
 
 MOMENT = 0.05  # seconds
 ATTEMPTS, ALIVE_WITHIN = 5, 3.0  # of a fork; seconds
+NICE = 10  # by how much the process that writes gives way to those that train
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -286,6 +287,7 @@ def _run_and_leave(work: Callable[[], None], pipe: int, parent: int) -> NoReturn
         os.write(pipe, b"+")
         _die_with(parent)
         _close_all_but(pipe)
+        os.nice(NICE)
         for number in (signal.SIGTERM, signal.SIGINT):  # those are for the one that trains; it waits for this one
             signal.signal(number, signal.SIG_IGN)
         try:
