@@ -11,8 +11,9 @@ demo: .venv/ready
 	$(BIN)/nestpipe train examples/demo.toml --workers 2 --trace --out $(RUN)
 	@$(BIN)/nestpipe report $(RUN)
 
+# CI=1: hypothesis tries the same examples every time. Without it (pytest by hand) it looks for new ones.
 test: .venv/ready lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	CI=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
 grid: .venv/ready

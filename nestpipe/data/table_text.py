@@ -17,7 +17,10 @@ def read_header(path: str, *, needed: list[str]) -> list[str]:
     first = next(iter(line_blocks([path], block_bytes=1)), None)
     if first is None:
         raise ValueError(f"{path} is empty; remove it from the list or write it again")
-    names = next(csv.reader([first.text.decode("utf-8-sig", "replace").rstrip("\r\n")]))
+    try:
+        names = next(csv.reader([first.text.decode("utf-8-sig", "replace").rstrip("\r\n")]), [])
+    except csv.Error as error:
+        raise ValueError(f"{path}, line 1: {shown(first.text)} is no header ({error}); write the file again") from None
     for name in needed:
         if name not in names:
             raise ValueError(

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 from data_samples import all_ranks, read, read_samples
@@ -101,3 +102,11 @@ def test_a_file_without_the_columns_or_cut_off_is_refused_at_once(tmp_path):
     path.write_text(HEADER + line(1, 1).strip())
     with pytest.raises(ValueError, match="ends in the middle of line 2"):
         KuaiRand(path=str(path))
+
+
+@pytest.mark.parametrize("header", [b"\ruser_id,video_id,time_ms,is_click", b'"user_id', b"\0"])
+def test_a_first_line_that_is_no_header_is_refused(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes(header + b"\n1,2,10,1\n")
+    with pytest.raises(ValueError, match=r"log\.csv, line 1: "):
+        KuaiRandSequences(path=str(path))
