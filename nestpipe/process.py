@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+import signal
 import sys
 
 import torch
@@ -14,6 +15,7 @@ from nestpipe.errors import TrainingError
 
 GRACE = 30.0  # seconds
 
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 # Parameters of glibc's mallopt.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
@@ -30,6 +32,14 @@ def keep_large_blocks() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_TOP_PAD, 64 << 20))
+
+
+def end_with(parent: int) -> None:
+    """From now on this process is killed when `parent`, the process that started it, is gone. (On Linux only.)"""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it went before we asked
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def under_launcher() -> bool:

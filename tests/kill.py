@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.test_cli import children
+
 CONFIG = """
 [data]
 kind = "synthetic_sequences"
@@ -68,19 +70,6 @@ def start(folder: Path, chosen: dict[str, object], *options: str) -> subprocess.
     return subprocess.Popen([*command, "--out", str(folder / "run"), *options], stdout=log, stderr=log)
 
 
-def workers_of(parent: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(fields[1]) == parent and b"nestpipe" in command:
-            found.append(int(entry.name))
-    return sorted(found)
-
-
 def digest(folder: Path) -> str:
     return str(json.loads((folder / "run" / "result.json").read_text())["digest"])
 
@@ -94,7 +83,7 @@ def kill_one(process: subprocess.Popen[bytes], folder: Path, rng: random.Random,
         now = time.monotonic() - begin
         writing = next((folder / "run" / "checkpoints").glob(".step-*.partial"), None)
         if now > moment and (writing is not None or not in_checkpoint):
-            victims = workers_of(process.pid)
+            victims = children(process.pid)
             if victims:
                 victim = rng.choice(victims)
                 try:

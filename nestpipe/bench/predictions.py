@@ -164,7 +164,7 @@ def _measure_operations(size: Lab) -> dict[str, dict[str, float]]:
         seconds.append(profiling.operations(contestant.recorded()))
     cut = (op.EMB, op.FWD, op.BWD, op.GRAD)
     load = workload(size)
-    whole = {op.EMB: sweep_bytes(load), op.GRAD: sweep_bytes(load), op.FWD: size.tokens, op.BWD: size.tokens}
+    whole = {op.EMB: _row_bytes(load), op.GRAD: _row_bytes(load), op.FWD: size.tokens, op.BWD: size.tokens}
     units = [
         {name: whole[name] / parts if name in cut else 1.0 for name in op.ORDER} for parts in (size.micro_batches, 1)
     ]
@@ -172,7 +172,7 @@ def _measure_operations(size: Lab) -> dict[str, dict[str, float]]:
     return {name: dataclasses.asdict(work) for name, work in works.items()}
 
 
-def sweep_bytes(load: Workload) -> float:
+def _row_bytes(load: Workload) -> float:
     return sum(table.travelling(1) for table in load.tables)
 
 
@@ -229,7 +229,7 @@ def workload(size: Lab) -> Workload:
     )
 
 
-def lab_profile(results: dict[str, Any], rate: str, workers: int) -> Profile:
+def lab_profile(results: dict[str, Any], rate: str) -> Profile:
     """All workers share this machine's cores; what sleeps until its time is over needs none of them."""
     works = {name: Work(**work) for name, work in results["operations"].items()}
     per_unit = {op.EMB, op.GRAD, op.FWD, op.BWD}
@@ -252,7 +252,7 @@ def predict_lab(results: dict[str, Any]) -> list[dict[str, Any]]:
     for one in results["measured"]:
         way = next(way for way in size.ways if way.name == one["way"])
         setting = Setting(way.schedule, way.micro_batches, way.window_cache, way.clustering)
-        profile = lab_profile(results, one["rate"], one["workers"])
+        profile = lab_profile(results, one["rate"])
         found = sweep.predict(load, profile, setting, one["workers"], steps=max(size.steps, 12))
         predicted.append({**dataclasses.asdict(found), "error": found.step / one["step"] - 1})
     return predicted

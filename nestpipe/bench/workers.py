@@ -6,13 +6,10 @@ each worker is killed when the process that started it is gone.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import json
 import multiprocessing
 import os
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe.bench.links import Links
-from nestpipe.process import keep_large_blocks
-
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+from nestpipe.process import end_with, keep_large_blocks
 
 
 def run_workers(
@@ -67,14 +62,6 @@ def run_workers(
         for process in processes:
             process.kill()  # those that are done have left already
             process.join()
-
-
-def end_with(parent: int) -> None:
-    """From now on this process is killed when `parent`, the process that started it, is gone. (On Linux only.)"""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # it went before we asked
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Start:

@@ -228,17 +228,6 @@ def complete(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint without a flaw, and what is wrong with those after it."""
-    flaws: list[str] = []
-    for path in complete(folder):
-        first = next(problems(path), None)
-        if first is None:
-            return path, flaws
-        flaws.append(first)
-    return None, flaws
-
-
 def prune(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep`, and those that these build on. A half-removed one has no manifest any more."""
     paths = complete(folder)

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import dataclasses
 import json
-import os
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bound
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save as tensors_to_bytes
 
 from nestpipe.checkpoint import manifest as manifests
+from nestpipe.checkpoint.forked import Child, fork
 from nestpipe.checkpoint.manifest import (
     DENSE,
     OPTIMIZER,
@@ -36,9 +33,9 @@ from nestpipe.checkpoint.manifest import (
     checksum,
     state_file,
     sync_folder,
+    table_file,
+    write_durably,
 )
-
-from nestpipe.checkpoint.manifest import table_file, write_durably  # isort: skip
 from nestpipe.engine.dense import Dense
 from nestpipe.errors import TrainingError, describe
 from nestpipe.exchange.transport import Transport
@@ -46,10 +43,7 @@ from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorWriter
 
 MOMENT = 0.05  # seconds
-ATTEMPTS, ALIVE_WITHIN = 5, 3.0  # of a fork; seconds
-NICE = 10  # by how much the process that writes gives way to those that train
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it
 
@@ -120,9 +114,10 @@ class Background:
     ) -> None:
         self.folder, self._transport, self._keep, self._full_every = folder, transport, keep, full_every
         self._tell = tell
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._path: Path | None = None  # that is being written
         self._is_full = False
+        self._stores: Sequence[TableStore] = []
         self._base: str | None = None  # the last full one that is complete
         self._since_full = 0
         self.stalls: list[float] = []  # seconds that training waited for each
@@ -149,11 +144,9 @@ class Background:
         parts = _parts(content, transport.rank, transport.world)
         finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
 
-        # What a forked process cannot read as it was: tables whose rows are in a file that goes on changing.
-        now = [part for part, store in zip(parts, content.stores, strict=False) if store.buffered]
-        later = [part for part in parts if part not in now]
         try:
-            written = {name: _written(partial, name, write) for name, write in now}
+            for store in content.stores:
+                store.freeze()
         except OSError as error:
             problem = error
         if self._failed(problem, content.step):
@@ -162,16 +155,19 @@ class Background:
             return
 
         def work() -> None:
-            _write_part(partial, later, transport.rank, written)
+            with contextlib.ExitStack() as frozen:
+                for store in content.stores:
+                    frozen.enter_context(store.frozen())
+                _write_part(partial, parts, transport.rank)
             if transport.rank == 0:
                 _wait_for_all(partial, transport.world)
                 finish()
 
-        self._path, self._is_full = path, content.base is None
+        self._path, self._is_full, self._stores = path, content.base is None, content.stores
         try:
-            self._child = _fork(work)
+            self._child = fork(work)
         except OSError as error:  # no memory for another process, or too many of them
-            self._child = _Child(0, -1, error)
+            self._child = Child(0, -1, error)
         if content.base is None:
             for store in content.stores:
                 store.forget_changes()
@@ -190,6 +186,8 @@ class Background:
                 self._speak_for(self._child, _partial(path))
         problem = self._child.problem
         self._child = None
+        for store in self._stores:
+            store.thaw()
         step = int(path.name.split("-")[1])
         if self._failed(problem, step):
             if self._is_full:
@@ -201,7 +199,7 @@ class Background:
         if self._is_full:
             self._base = path.name
 
-    def _speak_for(self, child: _Child, partial: Path) -> None:
+    def _speak_for(self, child: Child, partial: Path) -> None:
         """A process that was killed has told nobody: the first worker's waits for its part."""
         done = partial / _done_file(self._transport.rank)
         if child.problem is not None and not done.exists():
@@ -220,101 +218,6 @@ class Background:
                 f"{self.folder}, or set train.checkpoints to another folder"
             )
         return bool(causes)
-
-
-class _Child:
-    """A forked process, and the pipe through which it says how it went. problem: known when it is no longer running."""
-
-    def __init__(self, pid: int, pipe: int, problem: OSError | None = None) -> None:
-        self._pid, self._pipe, self.problem = pid, pipe, problem
-        self._said = b""
-
-    def is_running(self) -> bool:
-        while self._pipe >= 0:
-            try:
-                block = os.read(self._pipe, 4096)
-            except BlockingIOError:
-                return True
-            self._said += block
-            if not block:
-                os.close(self._pipe)
-                self._pipe = -1
-                os.waitpid(self._pid, 0)
-                if self._said != b"done":
-                    self.problem = OSError(
-                        self._said.decode(errors="replace") or "the process that wrote it was killed"
-                    )
-        return False
-
-
-def _fork(work: Callable[[], None]) -> _Child:
-    """A process that has begun to work. One that does not come to life is given up and another one is tried: a thread that was
-    just ending (those of the lanes are) may hold a lock of the interpreter, and nobody ever gives it back in the copy."""
-    for _ in range(ATTEMPTS):
-        child = _try_to_fork(work)
-        if child is not None:
-            return child
-    raise OSError(f"{ATTEMPTS} forked processes did not come to life within {ALIVE_WITHIN:g} s each")
-
-
-def _try_to_fork(work: Callable[[], None]) -> _Child | None:
-    ours, theirs = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _run_and_leave(work, theirs, parent)
-    os.close(theirs)
-    os.set_blocking(ours, False)
-    deadline = time.monotonic() + ALIVE_WITHIN
-    while time.monotonic() < deadline:
-        try:
-            alive = os.read(ours, 1)
-        except BlockingIOError:
-            time.sleep(0.001)
-            continue
-        if alive:
-            return _Child(pid, ours)
-        break  # it died
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(ours)
-    return None
-
-
-def _run_and_leave(work: Callable[[], None], pipe: int, parent: int) -> NoReturn:
-    """In the forked process: no threads of torch, no locks that another thread may have held, nothing but arrays and files."""
-    try:
-        os.write(pipe, b"+")
-        _die_with(parent)
-        _close_all_but(pipe)
-        os.nice(NICE)
-        for number in (signal.SIGTERM, signal.SIGINT):  # those are for the one that trains; it waits for this one
-            signal.signal(number, signal.SIG_IGN)
-        try:
-            work()
-            said = b"done"
-        except BaseException as error:
-            said = (str(error) or type(error).__name__).encode()
-        os.write(pipe, said[:4000])
-    finally:
-        os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _close_all_but(kept: int) -> None:
-    """Connections to other workers above all: while somebody holds them open, nobody notices that a worker is gone."""
-    listed = Path("/proc/self/fd")
-    numbers = [int(name) for name in os.listdir(listed)] if listed.exists() else range(4096)
-    for number in numbers:
-        if number > 2 and number != kept:
-            with contextlib.suppress(OSError):
-                os.close(number)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -383,13 +286,11 @@ def _done_file(rank: int) -> str:
     return f"done-{rank}.json"
 
 
-def _write_part(
-    partial: Path, parts: Sequence[Part], rank: int, written: Mapping[str, tuple[int, int]] | None = None
-) -> None:
+def _write_part(partial: Path, parts: Sequence[Part], rank: int) -> None:
     """A worker's files, then word that they are there, or that they will not be."""
     done = partial / _done_file(rank)
     try:
-        files = {**(written or {}), **{name: _written(partial, name, write) for name, write in parts}}
+        files = {name: _written(partial, name, write) for name, write in parts}
         waiting = done.with_suffix(".partial")
         write_durably(waiting, json.dumps(files).encode())
         waiting.rename(done)

@@ -23,6 +23,7 @@ from nestpipe.kernels.rows import address
 
 # What went wrong, in failure[0]; failure[1:] are the position, errno or bytes got, and the key found.
 FINE, SYSTEM, SHORT, DAMAGED, OTHER_KEY = range(5)
+IN_PLACE, KEPT, LOST = range(3)  # where a block is as it was: here still, in the other file, nowhere
 EINTR = 4
 
 
@@ -170,11 +171,23 @@ def _patch(layout, positions, keys, places, rows, start, end, blocks):
 
 
 @kernel
-def move_rows(writes, fd, layout, positions, keys, places, rows, ring, failure):
+def _preserve(layout, first, num_blocks, blocks, undo, kept):
+    """Copies blocks to the same place of the file `undo`, those that are not there yet."""
+    for n in range(num_blocks):
+        if first + n < len(kept) and kept[first + n] == IN_PLACE:
+            here, offset = blocks + n * layout.block_bytes, (first + n) * layout.block_bytes
+            moved, _ = _transfer(True, undo, here, layout.block_bytes, offset)
+            kept[first + n] = KEPT if moved == layout.block_bytes else LOST
+
+
+@kernel
+def move_rows(writes, fd, layout, positions, keys, places, rows, ring, failure, undo, kept):
     """Reads record places[i] of rows from positions[i] (ascending), where it must be that of keys[i]; or writes it there.
 
     Neighbouring blocks go together, each block once; blocks that are not written whole are read first and keep their other
     slots. After a failure nothing more is begun, and nothing is under way when it returns.
+    A block below len(kept) is copied to the file `undo` before it is overwritten, if kept[block] is IN_PLACE; and kept[block]
+    says so (or that it could not be done) before anything of it is overwritten.
     """
     depth = len(ring.queue)
     for n in range(depth):
@@ -189,7 +202,7 @@ def move_rows(writes, fd, layout, positions, keys, places, rows, ring, failure):
             end = _run_end(layout, positions, i, ring.unit_bytes // layout.block_bytes)
             first = positions[i] // layout.per_block
             num_blocks = positions[end - 1] // layout.per_block - first + 1
-            whole = writes and end - i == num_blocks * layout.per_block
+            whole = writes and end - i == num_blocks * layout.per_block and first >= len(kept)
             aio.ask(ring, n, fd, WRITE if whole else READ, num_blocks * layout.block_bytes, first * layout.block_bytes)
             if whole:
                 _patch(layout, positions, keys, places, rows, i, end, ring.requests[n, 3])
@@ -232,6 +245,8 @@ def move_rows(writes, fd, layout, positions, keys, places, rows, ring, failure):
             if failure[0]:
                 continue
             if writes and not written:
+                num_blocks = request[4] // layout.block_bytes
+                _preserve(layout, request[5] // layout.block_bytes, num_blocks, request[3], undo, kept)
                 _patch(layout, positions, keys, places, rows, start, end, request[3])
                 request[2] |= WRITE
                 ring.queue[queued] = request.ctypes.data

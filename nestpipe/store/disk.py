@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,6 +17,7 @@ from nestpipe.store.directory import Births, Directory
 from nestpipe.store.hotset import INDEX_BYTES, ROW_BYTES, HotSet
 from nestpipe.store.rowfile import RowFile
 from nestpipe.store.table_store import ALONE, Pairs, StoreStats, TableStore
+from nestpipe.store.undo import FrozenFile
 from nestpipe.tables import Table
 
 MIN_ROWS = 1024  # hot rows below which a table is not worth starting
@@ -60,6 +63,7 @@ class DiskStore(TableStore):
         path = Path(folder) / f"{quote(table.name, safe='')}.{rank}.rows"
         tag = np.uint64(mix(self.directory.seed + np.uint64(rank)))
         self.file = RowFile(path, table.name, words=self.record_words, tag=tag)
+        self._source: RowFile | FrozenFile = self.file  # that rows are read from
         try:
             capacity = self._affordable(0)
             self._hot = HotSet(self.file, self.directory.key_at, capacity=capacity)
@@ -149,6 +153,20 @@ class DiskStore(TableStore):
         self._fit(keys)
         super().put_sightings(keys, counts)
 
+    def freeze(self) -> None:
+        self.file.freeze()
+
+    def thaw(self) -> None:
+        self.file.thaw()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        file = self._source = self.file.frozen()
+        try:
+            yield
+        finally:
+            file.close()
+
     def stats(self) -> StoreStats:
         self.directory.sweep()
         of = self.directory
@@ -187,7 +205,7 @@ class DiskStore(TableStore):
         if len(cold):
             cold = cold[np.argsort(positions[cold])]
             where = positions[cold]
-            self.file.read(where, self.directory.key_at(where), targets[cold], out)
+            self._source.read(where, self.directory.key_at(where), targets[cold], out)
         return len(positions) - len(rest), len(cold)
 
     # -- the budget --------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from nestpipe.errors import StorageError
 from nestpipe.kernels import aio, blocks
 from nestpipe.kernels.aio import Ring
 from nestpipe.kernels.blocks import Layout
-from nestpipe.kernels.rows import Rows, rows_of
+from nestpipe.kernels.rows import NONE, Rows, rows_of
+from nestpipe.store.undo import NO_BLOCKS, FrozenFile, Undo
 
 PAGE = 4096
 EXTENT_BYTES = 64 << 20  # by which the file grows
@@ -35,6 +36,8 @@ class RowFile:
     it says; `direct` tells. With it, blocks are moved asynchronously if the system can, by the thread that calls; otherwise
     by several threads. `read` may run while another thread is in `write`, for other positions: where they share a block,
     the bytes of a position that is not written are written back as they were.
+
+    `freeze` keeps the file as it is for a forked process, which reads it with the `frozen` file, while this one goes on.
     """
 
     def __init__(self, path: Path, table: str, *, words: int, tag: np.uint64) -> None:
@@ -43,6 +46,7 @@ class RowFile:
         self.layout = Layout(words, per_block, block_bytes, tag)
         self.num_bytes = 0  # allocated so far
         self._fd, self.direct = self._open()
+        self._undo: Undo | None = None
         self._rings = self._make_rings(), self._make_rings()  # for reading, for writing
         self._pool = ThreadPoolExecutor(2 * THREADS, thread_name_prefix="row-file")  # starts none that is not needed
 
@@ -63,11 +67,34 @@ class RowFile:
     def write(self, positions: np.ndarray, keys: np.ndarray, sources: np.ndarray, rows: Rows) -> None:
         """Puts record sources[i] of rows at positions[i] (ascending), as that of keys[i]. One thread at a time."""
         if len(positions):
-            self._grow(int(positions[-1]))
-            self._run(True, positions, keys, sources, rows)
+            undo = self._undo if self._undo is not None and not self._undo.over else None
+            self._grow(int(positions[-1]), undo)
+            self._run(True, positions, keys, sources, rows, undo)
+
+    def freeze(self) -> None:
+        """From here on what the file holds now can be read by the `frozen` file, in a process that is forked now."""
+        self.thaw()
+        try:
+            self._undo = Undo(self.path.with_suffix(".undo"), self.num_bytes // self.layout.block_bytes)
+        except OSError as error:
+            raise self._error(f"cannot be kept as it is: {error}", error.errno) from error
+        # The kernel is loaded now: a forked process must not take the locks that loading takes.
+        self.read(NONE, NONE, NONE, np.empty((0, self.layout.words), np.float32))
+
+    def thaw(self) -> None:
+        """Forgets what was frozen."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.delete()
+
+    def frozen(self) -> FrozenFile:
+        """In the forked process."""
+        assert self._undo is not None
+        return FrozenFile(self, self._undo)
 
     def close(self) -> None:
         """Ends its threads and deletes the file."""
+        self.thaw()
         if self._fd >= 0:
             # Together: the system takes tens of milliseconds for each.
             list(self._pool.map(Ring.close, [*self._rings[0], *self._rings[1]]))
@@ -100,7 +127,7 @@ class RowFile:
             raise self._error(f"cannot be opened: {error.strerror}", error.errno) from error
         return fd, direct
 
-    def _grow(self, position: int) -> None:
+    def _grow(self, position: int, undo: Undo | None) -> None:
         needed = (position // self.layout.per_block + 1) * self.layout.block_bytes
         if needed <= self.num_bytes:
             return
@@ -110,6 +137,9 @@ class RowFile:
         try:
             os.posix_fallocate(self._fd, self.num_bytes, grown - self.num_bytes)
         except OSError as error:
+            if undo is not None and error.errno in NO_ROOM:  # a checkpoint matters less than the run
+                undo.give_up()
+                return self._grow(position, None)
             raise self._no_room(error.errno, f"growing it to {grown:,} bytes") from error
         self.num_bytes = grown
 
@@ -117,36 +147,56 @@ class RowFile:
 
     def _make_rings(self) -> list[Ring]:
         """One for each thread that moves blocks."""
-        unit = max(UNIT_BYTES, self.layout.block_bytes)
-        ring = aio.make_ring(max(THREADS, DEPTH * UNIT_BYTES // unit), unit, self._fd if self.direct else None)
+        ring = self.make_ring(self._fd if self.direct else None)
         if ring.context:
             return [ring]
         return [aio.make_ring(1, max(BOUNCE_BYTES, self.layout.block_bytes)) for _ in range(THREADS)]
 
-    def _run(self, writes: bool, positions: np.ndarray, keys: np.ndarray, places: np.ndarray, rows: Rows) -> None:
+    def make_ring(self, fd: int | None) -> Ring:
+        unit = max(UNIT_BYTES, self.layout.block_bytes)
+        return aio.make_ring(max(THREADS, DEPTH * UNIT_BYTES // unit), unit, fd)
+
+    def _run(
+        self,
+        writes: bool,
+        positions: np.ndarray,
+        keys: np.ndarray,
+        places: np.ndarray,
+        rows: Rows,
+        undo: Undo | None = None,
+    ) -> None:
         """Cuts a batch between blocks, so that none is read twice or written by two, and gives each thread a part."""
         rings = self._rings[writes]
         in_block = positions // self.layout.per_block
         starts = np.flatnonzero(in_block[1:] != in_block[:-1]) + 1
         wanted = np.searchsorted(starts, np.arange(1, len(rings)) * len(positions) // len(rings))
-        cuts = np.unique(np.concatenate([[0], starts[wanted[wanted < len(starts)]], [len(positions)]]))
+        inner = starts[wanted[wanted < len(starts)]]
+        cuts = [0, *np.unique(inner).tolist(), len(positions)]
         failures = np.zeros((len(cuts), 4), np.int64)
+        old, kept = (-1, NO_BLOCKS) if undo is None else (undo.fd, undo.kept)
 
         def move(n: int) -> None:
             part = slice(cuts[n], cuts[n + 1])
             blocks.move_rows(writes, self._fd, self.layout, positions[part], keys[part], places[part], rows,
-                             rings[n], failures[n])  # fmt: skip
+                             rings[n], failures[n], old, kept)  # fmt: skip
 
         others = [self._pool.submit(move, n) for n in range(1, len(cuts) - 1)]
-        if len(positions):
-            move(0)
+        move(0)
         for job in others:
             job.result()
-        for n in np.flatnonzero(failures[:, 0])[:1]:
-            code, position, detail, found = failures[n].tolist()
-            raise self._failure(writes, code, position, int(keys[np.searchsorted(positions, position)]), detail, found)
+        for failure in failures:
+            problem = self.problem(writes, failure, positions, keys)
+            if problem is not None:
+                raise problem
 
-    def _failure(self, writes: bool, code: int, position: int, key: int, detail: int, found: int) -> StorageError:
+    def problem(
+        self, writes: bool, failure: np.ndarray, positions: np.ndarray, keys: np.ndarray
+    ) -> StorageError | None:
+        """What the kernel has told, if anything."""
+        code, position, detail, found = failure.tolist()
+        if code == blocks.FINE:
+            return None
+        key = int(keys[np.searchsorted(positions, position)])
         block = position // self.layout.per_block * self.layout.block_bytes
         place = f"table {self.table!r}, key {key}, byte {block}"
         if writes and code == blocks.SYSTEM and detail in NO_ROOM:

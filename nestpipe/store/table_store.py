@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -193,6 +194,16 @@ class TableStore:
     def _block_rows(self) -> int:
         """Rows of a block: eight megabytes of them."""
         return max(1, min(BLOCK, (8 << 20) // (self.record_words * 4)))
+
+    def freeze(self) -> None:
+        """What is not in memory is kept as it is, for a process that is forked now; until `thaw`."""
+
+    def thaw(self) -> None:
+        """Of a forked process nothing more is expected."""
+
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        """In the forked process: rows are read as they were, until the end of it; after that none can be read."""
+        return contextlib.nullcontext()
 
     def put(self, keys: np.ndarray, rows: np.ndarray, *, shared: bool = False) -> None:
         """Adds rows (what `records` gave) of keys, or of shards, that have none yet."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nestpipe import Batch, Jagged, Trainer, process
-from nestpipe.checkpoint import complete, manifest, problems, saving
+from nestpipe.checkpoint import complete, forked, manifest, problems, saving
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.checkpoint.saving import Background
 from nestpipe.tensorfile import TensorReader
@@ -359,17 +359,17 @@ def test_a_forked_process_that_never_comes_to_life_is_given_up_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock of the interpreter that another thread held at that moment is held for ever in the copy."""
-    fork, forked, before = os.fork, [], children()
+    fork, tried, before = os.fork, [], children()
 
     def sometimes() -> int:
         pid = fork()
-        if pid == 0 and not forked:
+        if pid == 0 and not tried:
             time.sleep(60)
             os._exit(1)
-        forked.append(pid)
+        tried.append(pid)
         return pid
 
-    monkeypatch.setattr(saving, "ALIVE_WITHIN", 0.3)
+    monkeypatch.setattr(forked, "ALIVE_WITHIN", 0.3)
     monkeypatch.setattr(os, "fork", sometimes)
     trainer = trainer_on("memory", tmp_path)
     few_keys(trainer, 0, 2)
@@ -377,7 +377,7 @@ def test_a_forked_process_that_never_comes_to_life_is_given_up_for_another(
     told = listening(checkpoints)
     trainer.checkpoint(checkpoints)
     checkpoints.wait()
-    assert len(forked) == 2 and not told and children() <= before
+    assert len(tried) == 2 and not told and children() <= before
     other = trainer_on("memory", tmp_path)
     other.load(complete(tmp_path / "saved")[0])
     assert other.digest() == trainer.digest()

@@ -27,7 +27,8 @@ from nestpipe.bench.peers.lineup import FULL, LINKS, LOOPBACK, PAIRS, PIPELINES,
 from nestpipe.bench.peers.stepping import Stepper
 from nestpipe.bench.peers.workloads import WORKLOADS, Workload
 from nestpipe.bench.progress import tell
-from nestpipe.bench.workers import end_with, run_workers
+from nestpipe.bench.workers import run_workers
+from nestpipe.process import end_with
 from nestpipe.trainer import Trainer
 
 WORKERS = 2
