@@ -23,7 +23,7 @@ from tests.test_cli import children
 CONFIG = """
 [data]
 kind = "synthetic_sequences"
-num_items = 5000
+num_items = 20000
 num_valid_samples = 50
 num_test_samples = 50
 num_negatives = 8
@@ -34,10 +34,10 @@ kind = "hstu"
 num_layers = 1
 max_length = 20
 [tables.item]
-dim = 16
+dim = 64
 features = ["history", "negatives"]
-tier = "{tier}"
-max_rows = 4000
+{tier}
+max_rows = 12000
 [train]
 batch_size = 32
 steps = 160
@@ -53,11 +53,13 @@ PATIENCE = 300.0  # seconds for a whole run
 
 def settings(rng: random.Random) -> dict[str, object]:
     schedule = rng.choice(["serial", "dbp", "fwp", "nested"])
+    workers = rng.choice([2, 2, 3])
+    on_disk = f'tier = "disk"\nmemory = "{16 if workers == 3 else 11}MB"'  # enough for a third of its rows
     return {
-        "workers": rng.choice([2, 2, 3]),
+        "workers": workers,
         "schedule": schedule,
         "micro_batches": 1 if schedule in ("serial", "dbp") else 2,
-        "tier": rng.choice(["memory", "memory", "disk"]),
+        "tier": rng.choice(['tier = "memory"', on_disk]),
         "full_every": rng.choice([1, 4]),
     }
 

@@ -1,15 +1,16 @@
 """`nestpipe bench checkpoint`: how long a checkpoint holds training up, and how fast it is written.
 
-Two workers train without a break on a table in memory; now and then a checkpoint begins, full or of what has changed. The stall
-is what the gap between two steps was longer by than the median gap: emptying and filling the pipeline, and the fork. Steps while
-it is written cost more too (pages are copied when they are first changed, and the disk takes part of the cores): that is told
-beside it. The rate is compared with that of writing the same bytes to one file in the same folder, with fsync, by the same
-workers at once; the two take turns.
+Two workers train without a break on a table in memory, then on one whose rows are mostly on disk; now and then a checkpoint
+begins, full or of what has changed. The stall is what the gap between two steps was longer by than the median gap: emptying and
+filling the pipeline, and the fork. Steps while it is written cost more too (pages are copied when they are first changed, and the
+disk takes part of the cores): that is told beside it. The rate is compared with that of writing the same bytes to one file in the
+same folder, with fsync, by the same workers at once; the two take turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import statistics
@@ -40,6 +41,7 @@ from nestpipe.trainer import Trainer
 @dataclasses.dataclass(frozen=True)
 class Size:
     rows: int = 2_000_000
+    memory: str = "250MB"  # of the table that is on disk
     samples: int = 512
     length: int = 20
     layers: int = 8
@@ -50,39 +52,45 @@ class Size:
     most: int = 2_000  # steps to wait for one
 
 
-QUICK = Size(rows=20_000, samples=64, length=10, layers=1, rounds=1, quiet=6)
+TIERS = ("memory", "disk")
+QUICK = Size(rows=20_000, memory="16MB", samples=64, length=10, layers=1, rounds=1, quiet=6)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     size = QUICK if quick else Size()
     folder = tempfile.mkdtemp(prefix="nestpipe-bench-", dir=".")
     try:
-        return {"size": dataclasses.asdict(size), **run_workers(_measure, size, folder, workers=2, threads=1)}
+        rounds = {tier: run_workers(_measure, size, folder, tier, workers=2, threads=1) for tier in TIERS}
+        return {"size": dataclasses.asdict(size), "rounds": rounds}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _measure(size: Size, folder: str) -> dict[str, Any]:
+def _measure(size: Size, folder: str, tier: str) -> list[dict[str, Any]]:
     load_everything()
     pool = pool_of(Law(1.05, items=size.rows), size.samples, size.length)
+    memory = size.memory if tier == "disk" else None
+    table = Rows("item", DIM, optimizer=RowwiseAdagrad(lr=0.01), tier=tier, memory=memory)
     trainer = Trainer(
         Layers(size.layers),
-        [Rows("item", DIM, optimizer=RowwiseAdagrad(lr=0.01))],
+        [table],
         [Feature("history", "item")],
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
         schedule=size.schedule,
         micro_batches=size.micro_batches,
+        storage=Path(folder) / "storage",
     )
     _fill(trainer, size.rows)
-    saved = trainer.checkpoints(Path(folder) / "checkpoints", keep=2, full_every=2)
+    saved = trainer.checkpoints(Path(folder) / tier, keep=2, full_every=2)
     rounds = []
     for number in range(size.rounds):
         for kind in ("full", "changes"):
-            tell(f"checkpoint: round {number + 1} of {size.rounds}, {kind}")
+            tell(f"checkpoint, table in {tier}: round {number + 1} of {size.rounds}, {kind}")
             one = _one(trainer, saved, pool, size)
             one["disk_mb_s"] = _disk_rate(Path(folder), one["bytes"])
             rounds.append({"kind": kind, **one})
-    return {"rounds": rounds}
+    trainer.close()
+    return rounds
 
 
 def _fill(trainer: Trainer, rows: int) -> None:
@@ -161,14 +169,15 @@ def sections(results: dict[str, Any]) -> list[Section]:
 def _sections(results: dict[str, Any]) -> Iterator[Section]:
     size = results["size"]
     rows = []
-    for kind in ("full", "changes"):
-        many = [one for one in results["rounds"] if one["kind"] == kind]
+    for tier, kind in itertools.product(TIERS, ("full", "changes")):
+        many = [one for one in results["rounds"][tier] if one["kind"] == kind]
         one = {key: statistics.median(each[key] for each in many) for key in many[0] if key != "kind"}
         rate = statistics.median(each["bytes"] / 1e6 / each["seconds"] for each in many)
         ratio = statistics.median(each["bytes"] / 1e6 / each["seconds"] / each["disk_mb_s"] for each in many)
         stall = statistics.median(each["stall_ms"] / each["step_ms"] for each in many)
         rows.append(
             (
+                tier,
                 kind,
                 f"{one['bytes'] / 1e6:,.1f}",
                 f"{one['seconds']:.2f}",
@@ -182,11 +191,12 @@ def _sections(results: dict[str, Any]) -> Iterator[Section]:
                 f"{one['during_ms'] / one['step_ms']:.2f}",
             )
         )
-    columns = ("checkpoint", "MB", "seconds", "MB/s", "the disk alone MB/s", "ratio", "step ms", "stall ms", "stall in steps",
-               "of it the fork ms", "steps while it is written, of others")  # fmt: skip
+    columns = ("table", "checkpoint", "MB", "seconds", "MB/s", "the disk alone MB/s", "ratio", "step ms", "stall ms",
+               "stall in steps", "of it the fork ms", "steps while it is written, of others")  # fmt: skip
     note = (
-        f"2 workers, {size['rows']:,} rows of {DIM} floats in memory, {size['schedule']}, medians of {size['rounds']} rounds. "
-        "The stall is by how much longer the two gaps between steps around the beginning were than two others; checksums and "
-        "fsync are in the rate. Training goes on meanwhile, on the same cores."
+        f"2 workers, {size['rows']:,} rows of {DIM} floats in memory, or on disk with memory = {size['memory']!r}; "
+        f"{size['schedule']}, medians of {size['rounds']} rounds. The stall is by how much longer the two gaps between steps "
+        "around the beginning were than two others; checksums and fsync are in the rate. Training goes on meanwhile, on the "
+        "same cores."
     )
     yield Table("Checkpoints while training goes on", columns, rows, note)

@@ -130,29 +130,22 @@ class Background:
         """All workers call it, while no batch is under way, and after `wait`."""
         begin = time.perf_counter()
         transport, path = self._transport, self.folder / manifests.folder_of(content.step)
-        if transport.gather_objects(path.exists())[0]:
-            return  # it was saved before the run was resumed
-        partial = _partial(path)
-        problem: BaseException | None = None
-        if transport.rank == 0:
-            try:
-                _make_empty(partial)
-            except OSError as error:
-                problem = error
-        if self._failed(problem, content.step):
-            return
-        parts = _parts(content, transport.rank, transport.world)
-        finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
-
+        partial, exists, problem = _partial(path), False, None
         try:
+            if transport.rank == 0:
+                exists = path.exists()  # it was saved before the run was resumed
+                _make_empty(partial)
             for store in content.stores:
                 store.freeze()
         except OSError as error:
             problem = error
-        if self._failed(problem, content.step):
-            if transport.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+        self._stores = content.stores
+        told = transport.gather_objects((exists, _described(problem)))
+        if told[0][0] or self._failed([text for _, text in told], content.step):
+            self._clear(partial)
             return
+        parts = _parts(content, transport.rank, transport.world)
+        finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
 
         def work() -> None:
             with contextlib.ExitStack() as frozen:
@@ -163,7 +156,7 @@ class Background:
                 _wait_for_all(partial, transport.world)
                 finish()
 
-        self._path, self._is_full, self._stores = path, content.base is None, content.stores
+        self._path, self._is_full = path, content.base is None
         try:
             self._child = fork(work)
         except OSError as error:  # no memory for another process, or too many of them
@@ -184,20 +177,21 @@ class Background:
             time.sleep(MOMENT)
             if not self._child.is_running():
                 self._speak_for(self._child, _partial(path))
-        problem = self._child.problem
+        told = self._transport.gather_objects(_described(self._child.problem))
         self._child = None
+        failed = self._failed(told, int(path.name.split("-")[1]))
+        self._clear(_partial(path))
+        if self._is_full:
+            self._base = None if failed else path.name
+        if not failed:
+            self._since_full = 0 if self._is_full else self._since_full + 1
+
+    def _clear(self, partial: Path) -> None:
+        """What is left of a checkpoint that is complete, or will not be."""
         for store in self._stores:
             store.thaw()
-        step = int(path.name.split("-")[1])
-        if self._failed(problem, step):
-            if self._is_full:
-                self._base = None
-            if self._transport.rank == 0:
-                shutil.rmtree(_partial(path), ignore_errors=True)
-            return
-        self._since_full = 0 if self._is_full else self._since_full + 1
-        if self._is_full:
-            self._base = path.name
+        if self._transport.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def _speak_for(self, child: Child, partial: Path) -> None:
         """A process that was killed has told nobody: the first worker's waits for its part."""
@@ -206,9 +200,8 @@ class Background:
             with contextlib.suppress(OSError):
                 done.write_text(json.dumps({"failed": str(child.problem)}))
 
-    def _failed(self, problem: BaseException | None, step: int) -> bool:
-        """Whether a worker has a problem; the first worker tells."""
-        told = self._transport.gather_objects(None if problem is None else describe(problem))
+    def _failed(self, told: Sequence[str | None], step: int) -> bool:
+        """Whether a worker has told a problem; the first worker makes it known."""
         causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
         if causes and self._transport.rank == 0:
             kept = manifests.complete(self.folder)
@@ -218,6 +211,10 @@ class Background:
                 f"{self.folder}, or set train.checkpoints to another folder"
             )
         return bool(causes)
+
+
+def _described(problem: BaseException | None) -> str | None:
+    return None if problem is None else describe(problem)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class RowFile:
         """From here on what the file holds now can be read by the `frozen` file, in a process that is forked now."""
         self.thaw()
         try:
-            self._undo = Undo(self.path.with_suffix(".undo"), self.num_bytes // self.layout.block_bytes)
+            self._undo = Undo(self._undo_path, self.num_bytes // self.layout.block_bytes)
         except OSError as error:
             raise self._error(f"cannot be kept as it is: {error}", error.errno) from error
         # The kernel is loaded now: a forked process must not take the locks that loading takes.
@@ -105,6 +105,10 @@ class RowFile:
             os.close(self._fd)
             self._fd = -1
 
+    @property
+    def _undo_path(self) -> Path:
+        return self.path.with_suffix(".undo")
+
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> tuple[int, bool]:
@@ -123,6 +127,7 @@ class RowFile:
                     break
                 os.close(fd)  # its owner deleted the file between our opening and locking it
             os.ftruncate(fd, 0)
+            self._undo_path.unlink(missing_ok=True)  # of a run that was killed
         except OSError as error:
             raise self._error(f"cannot be opened: {error.strerror}", error.errno) from error
         return fd, direct

@@ -1,0 +1,267 @@
+"""A row file as it was at an instant, read by a forked process while this one goes on writing to it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nestpipe.checkpoint.forked import Child, fork
+from nestpipe.errors import StorageError
+from nestpipe.kernels import aio, blocks
+from nestpipe.kernels.rows import NONE
+from nestpipe.optim import Adagrad
+from nestpipe.store import rowfile
+from nestpipe.store.disk import DiskStore
+from nestpipe.tables import Eviction, Table
+
+NUM_ROWS = 3_000
+
+
+@pytest.fixture(autouse=True)
+def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowfile, "EXTENT_BYTES", 1 << 14)
+
+
+@pytest.fixture(params=["asynchronous", "one after the other", "page cache"])
+def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "one after the other":
+        monkeypatch.setattr(aio, "_SETUP", 10**6)  # no such system call
+    if request.param == "page cache":
+        monkeypatch.delattr(os, "O_DIRECT")
+
+
+def make(folder: Path, dim: int = 8, hot_rows: int = 100, **settings) -> DiskStore:
+    table = Table("item", dim, optimizer=Adagrad(lr=0.5), tier="disk", memory="64MB", **settings)
+    return DiskStore(table, seed=7, folder=folder, hot_rows=hot_rows)
+
+
+def use(store: DiskStore, keys: np.ndarray, step: int) -> None:
+    """A batch that changes these rows."""
+    positions = store.resolve(np.unique(keys), step)
+    records = np.zeros((len(positions), store.record_words), np.float32)
+    store.fill(positions, records, np.arange(len(positions)))
+    store.write_back(positions, records + 1 + step)
+
+
+def content(store: DiskStore) -> dict[int, bytes]:
+    return {
+        int(key): record.tobytes()
+        for keys, records in store.blocks()
+        for key, record in zip(keys, records, strict=True)
+    }
+
+
+def in_child(store: DiskStore, folder: Path, wait: Callable[[int], None] = lambda _: None) -> tuple[Child, Path]:
+    """Freezes and forks; the child writes what it finds, block by block, to a file."""
+    out = folder / "found.npy"
+
+    def work() -> None:
+        found = []
+        with store.frozen():
+            for number, (keys, records) in enumerate(store.blocks()):
+                wait(number)
+                found.append(np.concatenate([keys[:, None].view(np.float64), records.astype(np.float64)], 1))
+        np.save(out, np.concatenate(found))
+
+    store.freeze()
+    return fork(work), out
+
+
+def wait_for(child: Child) -> None:
+    deadline = time.monotonic() + 60
+    while child.is_running():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def as_saved(path: Path) -> dict[int, bytes]:
+    found = np.load(path)
+    keys, records = np.ascontiguousarray(found[:, 0]).view(np.int64), found[:, 1:].astype(np.float32)
+    return {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
+
+
+@pytest.mark.parametrize("dim", [8, 300])  # 51 slots to a block of 4096 bytes, and 3 to one of 8192
+def test_a_forked_process_reads_rows_as_they_were_while_all_of_them_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moving: None, dim: int
+) -> None:
+    monkeypatch.setattr(DiskStore, "_block_rows", 64)
+    store = make(tmp_path, dim, eviction=Eviction(max_rows=1_500))
+    rng = np.random.default_rng(1)
+    for step in range(1, 11):  # rows in the file, in memory, on their way; places given up and given out again
+        use(store, rng.integers(0, NUM_ROWS, 300), step)
+    expected = content(store)
+    assert len(expected) > 1_000 and store.stats().evicted > 0 and store.stats().hot_rows <= 100
+    child, out = in_child(store, tmp_path, wait=lambda _: time.sleep(0.02))
+    step, grown = 11, store.file.num_bytes
+    while child.is_running():
+        use(store, rng.integers(0, 2 * NUM_ROWS, 300), step)
+        step += 1
+    assert child.problem is None, child.problem
+    assert step > 15, "next to nothing was written meanwhile: the test shows nothing"
+    assert store.file._undo is not None and (store.file._undo.kept == blocks.KEPT).mean() > 0.5
+    assert as_saved(out) == expected
+    assert content(store) != expected
+    store.thaw()
+    assert [path.suffix for path in tmp_path.glob("item*")] == [".rows"] and store.file.num_bytes >= grown
+    store.close()
+
+
+@pytest.mark.parametrize("times", range(3))
+def test_blocks_that_are_overwritten_in_the_very_moment_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """The child looks, waits, and then reads: what it looked at has changed in between, by one row or by all."""
+    monkeypatch.setattr(DiskStore, "_block_rows", 256)
+    move = blocks.move_rows
+    parent = os.getpid()
+
+    def slowly(*args: object) -> None:
+        if os.getpid() != parent:
+            time.sleep(0.03)
+        move(*args)
+
+    store = make(tmp_path)
+    rng = np.random.default_rng(times)
+    use(store, np.arange(NUM_ROWS), 1)
+    expected = content(store)
+    monkeypatch.setattr(blocks, "move_rows", slowly)
+    child, out = in_child(store, tmp_path)
+    step = 2
+    while child.is_running():
+        use(store, rng.integers(0, NUM_ROWS, 40), step)
+        step += 1
+    assert child.problem is None, child.problem
+    assert as_saved(out) == expected and step > 10
+    store.close()
+
+
+def test_a_new_instant_is_not_disturbed_by_the_one_before(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    for step in range(1, 6):
+        use(store, np.arange(NUM_ROWS), step)
+        expected = content(store)
+        child, out = in_child(store, tmp_path, wait=lambda _: time.sleep(0.05))
+        use(store, np.arange(NUM_ROWS // 2), step)
+        wait_for(child)
+        assert child.problem is None and as_saved(out) == expected
+    store.close()
+
+
+def test_nothing_is_kept_after_the_reader_has_ended(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    use(store, np.arange(NUM_ROWS), 1)
+    child, _ = in_child(store, tmp_path)
+    wait_for(child)
+    undo = store.file._undo
+    assert undo is not None and undo.over
+    kept = undo.kept.copy()
+    use(store, np.arange(NUM_ROWS), 2)
+    store._hot.drain()
+    assert (undo.kept == kept).all() and undo.path.stat().st_size == 0
+    store.close()
+    assert not list(tmp_path.glob("item*"))
+
+
+def test_a_file_without_a_row_and_one_that_grows_meanwhile(tmp_path: Path) -> None:
+    store = make(tmp_path, hot_rows=1_000)
+    use(store, np.arange(500), 1)  # none of them in the file yet
+    expected = content(store)
+    child, out = in_child(store, tmp_path, wait=lambda _: time.sleep(0.2))
+    use(store, np.arange(5_000), 2)
+    wait_for(child)
+    assert child.problem is None and as_saved(out) == expected
+    store.close()
+
+
+def test_descriptors_are_given_back(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    use(store, np.arange(NUM_ROWS), 1)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        store.freeze()
+    store.thaw()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    store.close()
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_room_for_what_is_overwritten_fails_the_reader_and_nothing_else(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    use(store, np.arange(NUM_ROWS), 1)
+    store.freeze()
+    assert store.file._undo is not None
+    os.dup2(os.open("/dev/full", os.O_WRONLY), store.file._undo.fd)  # every write: no space left on device
+    use(store, np.arange(NUM_ROWS), 2)
+    expected = content(store)
+    child = fork(lambda: read_frozen(store))
+    wait_for(child)
+    assert "no room for rows of table 'item'" in str(child.problem) and "free space" in str(child.problem)
+    assert content(store) == expected and len(expected) == NUM_ROWS
+    store.close()
+
+
+def read_frozen(store: DiskStore) -> None:
+    """Positions by what this process knows now: only for tests that do not get that far."""
+    with store.frozen():
+        store._source.read(np.arange(8), np.arange(8), np.arange(8), np.zeros((8, store.record_words), np.float32))
+
+
+def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path)
+    use(store, np.arange(NUM_ROWS), 1)
+    store.freeze()
+    use(store, np.arange(NUM_ROWS), 2)
+    store._hot.drain()
+    undo = store.file._undo
+    assert undo is not None and undo.path.stat().st_size > 0
+    allocate = os.posix_fallocate
+
+    def full(fd: int, offset: int, size: int) -> None:
+        if undo.path.stat().st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    use(store, np.arange(2 * NUM_ROWS), 3)
+    assert (undo.kept == blocks.LOST).all() and len(content(store)) == 2 * NUM_ROWS
+    store.close()
+
+
+def test_damage_is_found_in_the_forked_process_too(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    use(store, np.arange(NUM_ROWS), 1)
+    store._hot.drain()
+    with store.file.path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff\xff")
+    child, _ = in_child(store, tmp_path)
+    wait_for(child)
+    assert "is damaged: a checksum does not fit" in str(child.problem)
+    store.close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    store.file.path.with_suffix(".undo").mkdir()
+    with pytest.raises(StorageError, match="cannot be kept as it is"):
+        store.freeze()
+    store.file.path.with_suffix(".undo").rmdir()
+    store.close()
+
+
+def test_reading_nothing(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    store.freeze()
+    store.file.frozen().read(NONE, NONE, NONE, np.empty((0, store.record_words), np.float32))
+    store.close()
