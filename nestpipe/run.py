@@ -25,6 +25,7 @@ from nestpipe.batch import Batch
 from nestpipe.checkpoint import Damaged, complete, folder_of
 from nestpipe.config import Built, Config, TrainSection, build
 from nestpipe.data import DATASETS, Dataset, reader
+from nestpipe.data.dataset import skip
 from nestpipe.engine.step import StepResult
 from nestpipe.metrics import AUC, NormalizedEntropy
 from nestpipe.process import join_group
@@ -237,16 +238,15 @@ def _asked_by_signal(trainer: Trainer) -> Iterator[None]:
 
 def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int, passed: int) -> Iterator[Batch]:
     """The batches of this worker, without the first `passed`, which it was trained on before."""
-    return itertools.islice(_all_epochs(data, settings, rank, world), passed, None)
-
-
-def _all_epochs(data: Dataset, settings: TrainSection, rank: int, world: int) -> Iterator[Batch]:
     epochs = settings.epochs or (1 if settings.steps is None else None)
     for epoch in itertools.count() if epochs is None else range(epochs):
-        empty = True
-        for batch in data.batches(
+        batches = data.batches(
             "train", batch_size=settings.batch_size, rank=rank, world=world, seed=settings.seed, epoch=epoch
-        ):
+        )
+        skipped = skip(batches, passed)
+        passed -= skipped
+        empty = skipped == 0
+        for batch in batches:
             empty = False
             yield batch
         if empty:

@@ -4,6 +4,7 @@ missing."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from nestpipe.batch import Batch
 from nestpipe.data import dataset
 from nestpipe.data.files import LineBlock, SplitFiles, find_text_files, line_blocks, shown, wrong_columns
-from nestpipe.data.stream import batches_of
+from nestpipe.data.stream import Stream, Unparsed
 from nestpipe.kernels.jit import kernel
 
 _NUM_DENSE, _NUM_KEYS = 13, 26
@@ -53,16 +54,17 @@ class Criteo:
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
     ) -> Iterator[Batch]:
         dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        return batches_of(
+        return Stream(
             self._pieces(split, rank, world),
             batch_size=batch_size,
             shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
             generator=dataset.generator(seed, epoch, rank),
         )
 
-    def _pieces(self, split: str, rank: int, world: int) -> Iterator[Batch]:
+    def _pieces(self, split: str, rank: int, world: int) -> Iterator[Unparsed]:
         for block in line_blocks(self._files.files(split), rank=rank, world=world, block_bytes=self._block_bytes):
-            yield parse(block, kept=self._files.mask(split, first=block.first_line, count=block.num_lines))
+            kept = self._files.mask(split, first=block.first_line, count=block.num_lines)
+            yield Unparsed(int(kept.sum()), partial(parse, block, kept=kept))
 
 
 def parse(block: LineBlock, *, kept: np.ndarray) -> Batch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,9 @@ class Dataset(Protocol):
     Sequence datasets also have `candidates() -> Tensor`, the sorted keys of the whole catalogue, and give at "valid"
     and "test" `labels`: [B] int64, the key of the target item.
 
+    What `batches` returns may have `skip(count) -> int`, which passes over the first batches without making them and returns
+    how many there were: a run that is resumed asks for it, and takes them one by one where there is none.
+
     A data set that parses files while it is read says so (`parses = True`); it is then read in a process of its own unless
     the config says otherwise, because parsing holds the GIL.
     """
@@ -34,6 +38,34 @@ class Dataset(Protocol):
     def batches(
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
     ) -> Iterator[Batch]: ...
+
+
+class Indexed:
+    """Batches that can be made in any order: make(0), make(1), ... make(count - 1)."""
+
+    def __init__(self, count: int, make: Callable[[int], Batch]) -> None:
+        self._next, self._count, self._make = 0, count, make
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._next == self._count:
+            raise StopIteration
+        self._next += 1
+        return self._make(self._next - 1)
+
+    def skip(self, count: int) -> int:
+        passed = min(count, self._count - self._next)
+        self._next += passed
+        return passed
+
+
+def skip(batches: Iterator[Batch], count: int) -> int:
+    """Passes over `count` batches, or all if there are fewer; returns how many."""
+    if hasattr(batches, "skip"):
+        return batches.skip(count)
+    return sum(1 for _ in itertools.islice(batches, count))
 
 
 def check_request(*, split: str, batch_size: int, rank: int, world: int, seed: int, epoch: int) -> None:

@@ -69,18 +69,18 @@ class HistoryDataset:
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
     ) -> Iterator[Batch]:
         dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        return self._batches(split, batch_size, rank, world, seed, epoch)
-
-    def _batches(self, split: str, batch_size: int, rank: int, world: int, seed: int, epoch: int) -> Iterator[Batch]:
         if split == "train":
             samples = dataset.generator(seed, epoch, _ORDER).permutation(len(self.histories.users))
         else:
             samples, epoch = self._evaluated, 0
         negatives = stream_of(seed, epoch, dataset.SPLITS.index(split), _NEGATIVES)
-        for index in range(dataset.num_global_batches(len(samples), batch_size=batch_size, world=world)):
+
+        def batch(index: int) -> Batch:
             whole = dataset.global_slice(index, len(samples), batch_size=batch_size, world=world)
             begin, end = dataset.rank_slice(*whole, rank=rank, world=world)
-            yield self._batch(samples[begin:end], split, negatives)
+            return self._batch(samples[begin:end], split, negatives)
+
+        return dataset.Indexed(dataset.num_global_batches(len(samples), batch_size=batch_size, world=world), batch)
 
     def _batch(self, users: np.ndarray, split: str, negatives: np.uint64) -> Batch:
         store = self.histories

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from nestpipe.batch import Batch, Jagged
 from nestpipe.data import dataset
 from nestpipe.data.files import LineBlock, SplitFiles, find_text_files, line_blocks
 from nestpipe.data.histories import Histories, HistoryDataset
-from nestpipe.data.stream import batches_of
+from nestpipe.data.stream import Stream, Unparsed
 from nestpipe.data.table_text import INTEGER, read_columns, read_header
 
 
@@ -55,21 +56,21 @@ class KuaiRand:
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
     ) -> Iterator[Batch]:
         dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        return batches_of(
+        return Stream(
             self._pieces(split, rank, world),
             batch_size=batch_size,
             shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
             generator=dataset.generator(seed, epoch, rank),
         )
 
-    def _pieces(self, split: str, rank: int, world: int) -> Iterator[Batch]:
+    def _pieces(self, split: str, rank: int, world: int) -> Iterator[Unparsed]:
         files = self._files.files(split)
         for block in line_blocks(files, rank=rank, world=world, block_bytes=self._block_bytes, skip_lines=1):
-            table = read_columns(block, names=self._headers[block.path], types=self._types, delimiter=",")
             kept = np.flatnonzero(self._files.mask(split, first=block.first_line, count=block.num_lines))
-            yield self._piece(block, table, kept)
+            yield Unparsed(len(kept), partial(self._piece, block, kept))
 
-    def _piece(self, block: LineBlock, table: pa.Table, kept: np.ndarray) -> Batch:
+    def _piece(self, block: LineBlock, kept: np.ndarray) -> Batch:
+        table = read_columns(block, names=self._headers[block.path], types=self._types, delimiter=",")
         labels = checked_flags(block, table, self._label)[kept]
         keys = {
             "user": table.column("user_id").to_numpy(),

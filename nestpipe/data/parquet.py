@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ import torch
 from nestpipe.batch import Batch, Jagged
 from nestpipe.data import dataset
 from nestpipe.data.files import SplitFiles, find_files
-from nestpipe.data.stream import batches_of
+from nestpipe.data.stream import Stream, Unparsed
 
 
 class Parquet:
@@ -64,7 +65,7 @@ class Parquet:
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
     ) -> Iterator[Batch]:
         dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        return batches_of(
+        return Stream(
             self._pieces(split, rank, world, seed, epoch),
             batch_size=batch_size,
             shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
@@ -90,7 +91,7 @@ class Parquet:
                     f"{file}: column {column!r} is {kind}, not a number; cast it, or drop it from dense and label"
                 )
 
-    def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Batch]:
+    def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Unparsed]:
         groups: list[tuple[str, int, int]] = []
         for file in self._files.files(split):
             with _open(file) as parquet:
@@ -108,7 +109,7 @@ class Parquet:
                 for records in self._records(parquet, file, number):
                     if by_group or part % world == rank:
                         kept = self._files.mask(split, first=row, count=records.num_rows)
-                        yield self._piece(records, kept, file, row)
+                        yield Unparsed(int(kept.sum()), partial(self._piece, records, kept, file, row))
                     row += records.num_rows
                     part += 1
 

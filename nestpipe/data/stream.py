@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,52 +12,130 @@ import torch
 from nestpipe.batch import Batch, Jagged
 
 
-def batches_of(
-    pieces: Iterable[Batch], *, batch_size: int, shuffle_buffer: int, generator: np.random.Generator
-) -> Iterator[Batch]:
+class Unparsed:
+    """Rows of pieces of a file, in any order, that nobody has looked at yet. Made of one piece: its size, and what parses it."""
+
+    def __init__(self, size: int, parse: Callable[[], Batch]) -> None:
+        self._pieces: list[Callable[[], Batch]] = [functools.cache(parse)]
+        self._piece, self._row = np.zeros(size, np.int64), np.arange(size)
+
+    @property
+    def size(self) -> int:
+        return len(self._row)
+
+    def select(self, rows: torch.Tensor) -> Unparsed:
+        return self._with(self._pieces, self._piece[rows.numpy()], self._row[rows.numpy()])
+
+    def slice(self, first: int, last: int) -> Unparsed:
+        return self._with(self._pieces, self._piece[first:last], self._row[first:last])
+
+    def parse(self) -> Batch:
+        if self.size == 0:
+            return self._pieces[0]().slice(0, 0)
+        used, first = np.unique(self._piece, return_inverse=True)
+        parts = [self._pieces[k]().select(torch.from_numpy(self._row[self._piece == k])) for k in used]
+        order = np.empty(self.size, np.int64)
+        order[np.argsort(first, kind="stable")] = np.arange(
+            self.size
+        )  # parts are by piece, rows of a piece as they were
+        return concatenate(parts).select(torch.from_numpy(order))
+
+    @classmethod
+    def joined(cls, many: Sequence[Unparsed]) -> Unparsed:
+        starts = np.cumsum([0, *(len(one._pieces) for one in many)])
+        piece = np.concatenate([one._piece + start for one, start in zip(many, starts[:-1], strict=True)])
+        pieces = [piece for one in many for piece in one._pieces]
+        used, piece = np.unique(piece, return_inverse=True)  # the text of others is not kept
+        return cls._with([pieces[k] for k in used] or pieces[:1], piece, np.concatenate([one._row for one in many]))
+
+    @classmethod
+    def _with(cls, pieces: list[Callable[[], Batch]], piece: np.ndarray, row: np.ndarray) -> Unparsed:
+        made = cls.__new__(cls)
+        made._pieces, made._piece, made._row = pieces, piece, row
+        return made
+
+
+class Stream:
     """Batches of one size (the last may be smaller), mixed in a buffer of that many rows; 0 leaves the order."""
-    if shuffle_buffer:
-        pieces = shuffled(pieces, size=shuffle_buffer, generator=generator)
-    return cut(pieces, size=batch_size)
+
+    def __init__(
+        self,
+        pieces: Iterable[Batch | Unparsed],
+        *,
+        batch_size: int,
+        shuffle_buffer: int,
+        generator: np.random.Generator,
+    ) -> None:
+        self._skipping = False
+        if shuffle_buffer:
+            pieces = self._shuffled(pieces, shuffle_buffer, generator)
+        self._batches = self._cut(pieces, batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return _parsed(next(self._batches))
+
+    def skip(self, count: int) -> int:
+        """Passes over the first `count` batches, or all if there are fewer; returns how many. Their rows are not parsed."""
+        self._skipping = True
+        try:
+            return sum(1 for _ in itertools.islice(self._batches, count))
+        finally:
+            self._skipping = False
+
+    def _taken(self, rows: Batch | Unparsed) -> Batch | Unparsed:
+        return rows if self._skipping else _parsed(rows)
+
+    def _together(self, held: list[Batch | Unparsed]) -> Batch | Unparsed:
+        unparsed = [one for one in held if isinstance(one, Unparsed)]
+        if self._skipping and len(unparsed) == len(held):
+            return Unparsed.joined(unparsed)
+        return concatenate([_parsed(one) for one in held])
+
+    def _shuffled(
+        self, pieces: Iterable[Batch | Unparsed], size: int, generator: np.random.Generator
+    ) -> Iterator[Batch | Unparsed]:
+        """Whenever `size` rows are there, half of them, picked at random, go on.
+
+        Halves rather than single rows, because taking rows out of columns costs a copy of all of them: so each row is
+        copied about twice, however large the buffer. The rows that stay meet the next ones, so a row can travel further
+        than the buffer.
+        """
+        held: list[Batch | Unparsed] = []
+        count = 0
+        for piece in pieces:
+            held.append(self._taken(piece))
+            count += piece.size
+            if count >= size:
+                pool, order = self._together(held), torch.from_numpy(generator.permutation(count))
+                yield pool.select(order[: (count + 1) // 2])
+                held = [pool.select(order[(count + 1) // 2 :])]
+                count = held[0].size
+        if count:
+            yield self._together(held).select(torch.from_numpy(generator.permutation(count)))
+
+    def _cut(self, pieces: Iterable[Batch | Unparsed], size: int) -> Iterator[Batch | Unparsed]:
+        held: list[Batch | Unparsed] = []
+        count = 0
+        for piece in pieces:
+            held.append(self._taken(piece))
+            count += piece.size
+            if count < size:
+                continue
+            pool = self._together(held)
+            end = count - count % size
+            for begin in range(0, end, size):
+                yield pool.slice(begin, begin + size)  # views: copies of 26 features cost 4 ms per 1,024 rows
+            held = [pool.slice(end, count)]
+            count -= end
+        if count:
+            yield self._together(held)
 
 
-def shuffled(pieces: Iterable[Batch], *, size: int, generator: np.random.Generator) -> Iterator[Batch]:
-    """Whenever `size` rows are there, half of them, picked at random, go on.
-
-    Halves rather than single rows, because taking rows out of columns costs a copy of all of them: so each row is
-    copied about twice, however large the buffer. The rows that stay meet the next ones, so a row can travel further
-    than the buffer.
-    """
-    held: list[Batch] = []
-    count = 0
-    for piece in pieces:
-        held.append(piece)
-        count += piece.size
-        if count >= size:
-            pool, order = concatenate(held), torch.from_numpy(generator.permutation(count))
-            yield pool.select(order[: (count + 1) // 2])
-            held = [pool.select(order[(count + 1) // 2 :])]
-            count = held[0].size
-    if count:
-        yield concatenate(held).select(torch.from_numpy(generator.permutation(count)))
-
-
-def cut(pieces: Iterable[Batch], *, size: int) -> Iterator[Batch]:
-    held: list[Batch] = []
-    count = 0
-    for piece in pieces:
-        held.append(piece)
-        count += piece.size
-        if count < size:
-            continue
-        pool = concatenate(held)
-        end = count - count % size
-        for begin in range(0, end, size):
-            yield pool.slice(begin, begin + size)  # views: copies of 26 features cost 4 ms per 1,024 rows
-        held = [pool.slice(end, count)]
-        count -= end
-    if count:
-        yield concatenate(held)
+def _parsed(rows: Batch | Unparsed) -> Batch:
+    return rows.parse() if isinstance(rows, Unparsed) else rows
 
 
 def concatenate(batches: list[Batch]) -> Batch:

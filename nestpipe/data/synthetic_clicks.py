@@ -90,10 +90,8 @@ class SyntheticClicks:
     ) -> Iterator[Batch]:
         dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
         num_batches = dataset.num_global_batches(self._num_samples[split], batch_size=batch_size, world=world)
-        return (
-            self.batch(split, index, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-            for index in range(num_batches)
-        )
+        how = {"batch_size": batch_size, "rank": rank, "world": world, "seed": seed, "epoch": epoch}
+        return dataset.Indexed(num_batches, lambda index: self.batch(split, index, **how))
 
     def batch(
         self, split: str, index: int, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0

@@ -53,3 +53,23 @@ def same(left: Batch, right: Batch) -> bool:
     return samples_of(left) == samples_of(right) and all(
         torch.equal(left.keys[name].offsets, right.keys[name].offsets) for name in left.keys
     )
+
+
+def parts(batch: Batch) -> dict[str, torch.Tensor]:
+    found = {}
+    for kind, group in (("keys", batch.keys), ("dense", batch.dense), ("", {"labels": batch.labels})):
+        for name, part in group.items():
+            if isinstance(part, Jagged):
+                found |= {f"{kind} {name} {field}": one for field, one in vars(part).items() if one is not None}
+            elif part is not None:
+                found[f"{kind} {name}"] = part
+    return found
+
+
+def assert_same(left: Batch, right: Batch) -> None:
+    ours, theirs = parts(left), parts(right)
+    assert list(ours) == list(theirs)
+    for name, one in ours.items():
+        assert (one.dtype, one.shape) == (theirs[name].dtype, theirs[name].shape), name
+        bits = [t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for t in (one, theirs[name])]
+        assert torch.equal(*bits), name

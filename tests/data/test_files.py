@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nestpipe.batch import Batch, Jagged
 from nestpipe.data.dataset import generator
 from nestpipe.data.files import SplitFiles, find_files, line_blocks
-from nestpipe.data.stream import batches_of
+from nestpipe.data.stream import Stream
 
 
 def pieces(sizes):
@@ -28,7 +28,7 @@ def pieces(sizes):
 @given(sizes=st.lists(st.integers(0, 9)), batch_size=st.integers(1, 12), shuffle_buffer=st.integers(0, 20))
 def test_batches_hold_every_row_once_and_whole(sizes, batch_size, shuffle_buffer):
     options = {"batch_size": batch_size, "shuffle_buffer": shuffle_buffer}
-    batches = list(batches_of(pieces(sizes), **options, generator=generator(0)))
+    batches = list(Stream(pieces(sizes), **options, generator=generator(0)))
     rows = [row for batch in batches for row in batch.labels.tolist()]
     assert sorted(rows) == list(range(sum(sizes)))
     assert [batch.size for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
@@ -48,7 +48,7 @@ def test_the_shuffle_buffer_holds_no_more_rows_than_it_is_told():
             taken += 5
             yield piece
 
-    batches = batches_of(counted(), batch_size=10, shuffle_buffer=40, generator=generator(0))
+    batches = Stream(counted(), batch_size=10, shuffle_buffer=40, generator=generator(0))
     for given_out in range(10, 300, 10):
         next(batches)
         assert taken <= given_out + 40 + 10
@@ -56,7 +56,7 @@ def test_the_shuffle_buffer_holds_no_more_rows_than_it_is_told():
 
 def test_the_shuffle_moves_rows_far_and_depends_on_the_generator_alone():
     def order(seed):
-        batches = batches_of(pieces([10] * 100), batch_size=50, shuffle_buffer=200, generator=generator(seed))
+        batches = Stream(pieces([10] * 100), batch_size=50, shuffle_buffer=200, generator=generator(seed))
         return [row for batch in batches for row in batch.labels.tolist()]
 
     assert order(1) == order(1) != order(2)
