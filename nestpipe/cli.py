@@ -134,6 +134,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", required=True, metavar="P",
                         help="npu-1536, gpu-128, or a file of `nestpipe profile`")  # fmt: skip
+    parser.add_argument("--zipf", action="append", default=[], metavar="TABLE=SKEW,ITEMS",
+                        help="distinct keys of a table by a power law instead of as counted; once for each table")  # fmt: skip
 
 
 def _add_workers(parser: argparse.ArgumentParser, default: int = 1) -> None:
@@ -319,6 +321,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
             counts=arguments.workers,
             schedules=arguments.schedules,
             replicas=arguments.replicas,
+            laws=arguments.zipf,
             steps=arguments.steps,
             seed=arguments.seed,
             folder=arguments.out or Path("runs") / f"simulate-{arguments.config.stem}",
@@ -340,6 +343,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             profile_name=arguments.profile,
             workers=arguments.workers,
             rows=arguments.rows,
+            laws=arguments.zipf,
             json_file=arguments.json,
             command=sys.argv[1:],
         )

@@ -16,6 +16,7 @@ from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import EMB
 from nestpipe.simulate import plan, profile, sweep
 from nestpipe.simulate.costs import Setting
+from nestpipe.simulate.keys import Growth, zipf
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.workload import Workload, of_config
 from nestpipe.tables import did_you_mean
@@ -46,6 +47,7 @@ def simulate(
     counts: Sequence[int],
     schedules: Sequence[str],
     replicas: int,
+    laws: Sequence[str],
     steps: int,
     seed: int,
     folder: Path,
@@ -56,7 +58,7 @@ def simulate(
     to print."""
     config, cluster = read(path, overrides), profile.read(profile_name)
     settings = settings_of(config, schedules, replicas)
-    load = of_config(config)
+    load = with_laws(of_config(config), laws)
     predictions = sweep.sweep(load, cluster, settings, counts, steps=steps, seed=seed)
     note = f"{describe(load)} on {cluster.name}."
     sections = list(sweep.sections(predictions, note))
@@ -96,12 +98,13 @@ def make_plan(
     profile_name: str,
     workers: int,
     rows: Sequence[str],
+    laws: Sequence[str],
     json_file: Path | None,
     command: Sequence[str],
 ) -> str:
     config, cluster = read(path, overrides), profile.read(profile_name)
     counted = dict(_rows(text) for text in rows)
-    load = of_config(config)
+    load = with_laws(of_config(config), laws)
     choices = plan.plan(load, cluster, workers, counted)
     note = f"{describe(load)} on {workers:,} workers of {cluster.name}. Predicted, not measured."
     sections = plan.sections(choices, note)
@@ -117,6 +120,25 @@ def describe(load: Workload) -> str:
         f"{load.name}: {load.samples} samples a worker, {load.keys:,.0f} keys of which {distinct:,.0f} distinct, "
         f"{flops:,.1f} GFLOP, {load.dense_bytes / 1e6:,.1f} MB of dense parameters,"
     )
+
+
+def with_laws(load: Workload, laws: Sequence[str]) -> Workload:
+    """The same batch, with distinct keys of some tables by a power law instead of as counted in the data."""
+    names = [table.name for table in load.tables]
+    found: dict[str, Growth] = {}
+    for text in laws:
+        name, _, law = text.partition("=")
+        skew, _, items = law.partition(",")
+        try:
+            found[name] = zipf(float(skew), float(items.replace("_", "")))
+        except ValueError as error:
+            raise ValueError(
+                f"--zipf {text!r}: write it as TABLE=SKEW,ITEMS, for example --zipf item=1.05,1e10 ({error})"
+            ) from None
+        if name not in names:
+            raise ValueError(f"--zipf names table {name!r}, {did_you_mean(name, names)}")
+    tables = [dataclasses.replace(one, growth=found.get(one.name, one.growth)) for one in load.tables]
+    return dataclasses.replace(load, tables=tables)
 
 
 def _rows(text: str) -> tuple[str, float]:

@@ -107,10 +107,3 @@ def _end(begin: np.ndarray, cost: Cost) -> np.ndarray:
     last = np.full(int(cost.group.max()) + 1, -np.inf)
     np.maximum.at(last, cost.group, end)
     return last[cost.group] + cost.together
-
-
-def fold(*costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(one worker of each kind, how many of it there are), of workers whose costs are the columns of these arrays."""
-    _, first, counts = np.unique(np.stack(costs), axis=1, return_index=True, return_counts=True)
-    order = np.argsort(first)
-    return first[order], counts[order]

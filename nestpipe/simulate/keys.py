@@ -14,7 +14,7 @@ PIECES = 2_000  # ranks of a law that are as likely as each other are counted to
 
 def zipf(skew: float, items: float) -> Growth:
     """Of a power law: rank r is drawn in proportion to r^-skew. Any number of items: a trillion takes as long as a thousand."""
-    if items < 1 or skew < 0:
+    if not (1 <= items < np.inf and 0 <= skew < np.inf):
         raise ValueError(f"a power law needs items >= 1 and skew >= 0, got items={items}, skew={skew}")
     edges = np.unique(np.floor(np.geomspace(1, items + 1, PIECES)))
     count = np.diff(edges)

@@ -147,6 +147,30 @@ def test_overrides_and_replicas_change_what_is_simulated(config: Path, tmp_path:
     assert one["setting"] == "nested, N = 2, clustering window, 2 replicas"
 
 
+def test_a_power_law_takes_the_place_of_counted_keys(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "simulate",
+        config,
+        "--profile",
+        "npu-1536",
+        "--workers",
+        "64",
+        "--schedules",
+        "serial",
+        "--out",
+        tmp_path,
+    )
+    found = {}
+    for name, law in (("counted", ()), ("few", ("--zipf", "item=1.5,1e2")), ("many", ("--zipf", "item=0,1e12"))):
+        assert run(*arguments, *law) == 0
+        (one,) = document(tmp_path / "simulate.json")["results"]
+        found[name] = one["step_ms"]
+    assert found["few"] < min(found["counted"], found["many"]), "as good as all keys in the data are distinct"
+    assert "keys of which" in capsys.readouterr().out
+
+
 def test_schedules_that_cut_take_the_cuts_of_the_config_or_eight() -> None:
     names = ("serial", "dbp", "fwp", "nested")
     expected = [
@@ -212,6 +236,10 @@ PLAN = {"--profile": "npu-1536", "--workers": "4"}
         ("plan", {**PLAN, "--rows": "=5"}, "write it as TABLE=COUNT"),
         ("plan", {**PLAN, "--rows": "item=nan"}, "write it as TABLE=COUNT"),
         ("plan", {**PLAN, "--rows": "itme=5"}, "--rows names a table 'itme'; the config has item"),
+        ("simulate", {**SIMULATE, "--zipf": "item=1.05"}, "write it as TABLE=SKEW,ITEMS"),
+        ("simulate", {**SIMULATE, "--zipf": "item=-1,1e6"}, "needs items >= 1 and skew >= 0"),
+        ("simulate", {**SIMULATE, "--zipf": "item=nan,1e6"}, "needs items >= 1 and skew >= 0"),
+        ("plan", {**PLAN, "--zipf": "itme=1.05,1e6"}, "did you mean 'item'"),
         ("simulate", {**SIMULATE, "--set": "train.batchsize=3"}, "did you mean 'batch_size'"),
         ("plan", {"--workers": "4"}, "--profile"),
     ],
