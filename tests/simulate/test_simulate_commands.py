@@ -166,7 +166,7 @@ def test_a_power_law_takes_the_place_of_counted_keys(
     for name, law in (("counted", ()), ("few", ("--zipf", "item=1.5,1e2")), ("many", ("--zipf", "item=0,1e12"))):
         assert run(*arguments, *law) == 0
         (one,) = document(tmp_path / "simulate.json")["results"]
-        found[name] = one["step_ms"]
+        found[name] = one["step"]
     assert found["few"] < min(found["counted"], found["many"]), "as good as all keys in the data are distinct"
     assert "keys of which" in capsys.readouterr().out
 
