@@ -33,11 +33,8 @@ max_length = 20
 kind = "hstu"
 num_layers = 1
 max_length = 20
-[tables.item]
-dim = 64
-features = ["history", "negatives"]
-{tier}
-max_rows = 12000
+[tables]
+item = {{ dim = 64, features = ["history", "negatives"], max_rows = 12000, {table} }}
 [train]
 batch_size = 32
 steps = 160
@@ -54,12 +51,12 @@ PATIENCE = 300.0  # seconds for a whole run
 def settings(rng: random.Random) -> dict[str, object]:
     schedule = rng.choice(["serial", "dbp", "fwp", "nested"])
     workers = rng.choice([2, 2, 3])
-    on_disk = f'tier = "disk"\nmemory = "{16 if workers == 3 else 11}MB"'  # enough for a third of its rows
+    memory = "16MB" if workers == 3 else "11MB"  # of a table on disk: enough for a third of its rows
     return {
         "workers": workers,
         "schedule": schedule,
         "micro_batches": 1 if schedule in ("serial", "dbp") else 2,
-        "tier": rng.choice(['tier = "memory"', on_disk]),
+        "table": rng.choice(['tier = "memory"', f'tier = "disk", memory = "{memory}"']),
         "full_every": rng.choice([1, 4]),
     }
 

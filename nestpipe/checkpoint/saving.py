@@ -89,7 +89,7 @@ def save(path: Path, content: Content, transport: Transport) -> None:
     first = transport.rank == 0
     try:
         transport.together((lambda: _make_empty(partial)) if first else None, what="checkpoint")
-        parts = _parts(content, transport.rank, transport.world)
+        parts = _parts(content, transport.rank, transport.world, save_table=_save_table)
         transport.together(lambda: _write_part(partial, parts, transport.rank), what="checkpoint")
         finish = _finisher(partial, path, content, transport.world)
         transport.together(finish if first else None, what="checkpoint")
@@ -144,14 +144,11 @@ class Background:
         if told[0][0] or self._failed([text for _, text in told], content.step):
             self._clear(partial)
             return
-        parts = _parts(content, transport.rank, transport.world)
+        parts = _parts(content, transport.rank, transport.world, save_table=_save_frozen)
         finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
 
         def work() -> None:
-            with contextlib.ExitStack() as frozen:
-                for store in content.stores:
-                    frozen.enter_context(store.frozen())
-                _write_part(partial, parts, transport.rank)
+            _write_part(partial, parts, transport.rank)
             if transport.rank == 0:
                 _wait_for_all(partial, transport.world)
                 finish()
@@ -229,11 +226,11 @@ def _make_empty(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _parts(content: Content, rank: int, world: int) -> list[Part]:
-    """Tables first, in the order of the stores. What torch holds is copied here and now."""
+def _parts(content: Content, rank: int, world: int, *, save_table: Callable[..., None]) -> list[Part]:
+    """What torch holds is copied here and now."""
     changed = content.base is not None
     parts: list[Part] = [
-        (table_file(store.table.name, rank, world), bound(_save_table, store=store, changed=changed))
+        (table_file(store.table.name, rank, world), bound(save_table, store=store, changed=changed))
         for store in content.stores
     ]
     state = {
@@ -331,6 +328,11 @@ def _finisher(
         afterwards()
 
     return finish
+
+
+def _save_frozen(path: Path, *, store: TableStore, changed: bool) -> None:
+    with store.frozen():
+        _save_table(path, store=store, changed=changed)
 
 
 def _save_table(path: Path, *, store: TableStore, changed: bool) -> None:
