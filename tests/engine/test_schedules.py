@@ -75,7 +75,7 @@ def declared(tier: str, samples: int = 6) -> tuple[list[Table], list[Feature]]:
     most = 23 * samples + 2
     limits = [
         {},
-        {"admit_after": 3, "eviction": Eviction(max_rows=most, policy="lfu"), "dtype": torch.bfloat16},
+        {"admit_after": 3, "eviction": Eviction(max_rows=7 * samples, policy="lfu"), "dtype": torch.bfloat16},
         {"eviction": Eviction(max_rows=most, ttl=7), "owners": 2},
         {"admit_after": 2},
         {"owners": 1},
@@ -255,6 +255,19 @@ def test_many_steps_of_dbp_equal_serial_training_in_memory(cluster: Cluster, pla
     results = cluster.run(world, train, case)
     assert set(results) == {serial(cluster, world, case)}
     assert results[0][2] == steps
+
+
+def evicted(case: Case) -> list[int]:
+    trainer, features, folder = make(case)
+    trainer.fit(batches(features, case, trainer.rank, trainer.world))
+    found = [store.stats().evicted for store in trainer._ops.stores if store.table.eviction is not None]
+    close(trainer, folder)
+    return found
+
+
+def test_the_tables_of_these_tests_do_give_up_rows(cluster: Cluster) -> None:
+    counts = np.sum(cluster.run(2, evicted, Case(steps=60)), 0)
+    assert len(counts) == 2 and (counts > 10).all(), counts
 
 
 @pytest.mark.parametrize("split", range(len(SPLITS)), ids=lambda i: "-".join(map(str, SPLITS[i])))
