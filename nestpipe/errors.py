@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on. Raised on every worker with the same message, naming rank, batch and cause.

@@ -32,6 +32,7 @@ from nestpipe.process import join_group
 from nestpipe.trainer import Trainer
 
 CHECKPOINT = "final"
+PASSING = 0.1  # seconds that a resumed run may take for each batch that it passes over
 log = logging.getLogger("nestpipe")
 
 
@@ -123,6 +124,10 @@ def _train(
             batches: Iterator[Batch] = _epochs(*what)
             if _reads_in_process(config):
                 batches = stack.enter_context(reader.in_process(_epochs, *what))
+            if trainer.position:  # passing over what it was trained on before may take long
+                limit = config.train.timeout + PASSING * trainer.position
+                head = trainer.wait_for(lambda: next(batches, None), what="passing over data", limit=limit)
+                batches = itertools.chain([] if head is None else [head], batches)
             pauses = [number for number in (validate, every) if number]
             fitted = trainer.fit(batches, steps=steps, on_step=on_step, pause_every=pauses)
         curves.close_bar()

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from nestpipe.store.memory import MemoryStore, StoreStats
 from nestpipe.tables import Feature, Table, did_you_mean
 
 log = logging.getLogger("nestpipe")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -130,6 +131,7 @@ class Trainer:
         self._taken = 0  # batches that this worker has taken from its data, those left out included
         self._loader: Loader | None = None
         self._stopped = False
+        self._saving: list[saved.Background] = []
         self._lr_factor = 1.0
         self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
         self._skip = on_nonfinite == "skip"
@@ -180,7 +182,10 @@ class Trainer:
         return DiskStore(table, seed=seed, owners=owners, rank=self.rank, folder=storage)
 
     def close(self) -> None:
-        """Deletes the working files of tables on disk; the trainer cannot be used after that."""
+        """Deletes the working files of tables on disk, after a moment for a checkpoint that is under way; the trainer cannot be
+        used after that."""
+        for one in self._saving:
+            one.close()
         for store in self._ops.stores:
             if isinstance(store, DiskStore):
                 store.close()
@@ -438,7 +443,9 @@ class Trainer:
         if full_every > 1:
             for store in self._stores():
                 store.track_changes()
-        return saved.Background(Path(folder), self._rows, keep=keep, full_every=full_every, tell=log.warning)
+        made = saved.Background(Path(folder), self._rows, keep=keep, full_every=full_every, tell=log.warning)
+        self._saving.append(made)
+        return made
 
     def checkpoint(self, into: saved.Background) -> None:
         """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
@@ -501,6 +508,10 @@ class Trainer:
     def on_first(self, work: Callable[[], object], *, what: str) -> None:
         """Done by the first worker while the others wait; what goes wrong is raised on all."""
         self._rows.together(work if self.rank == 0 else None, what=what)
+
+    def wait_for(self, work: Callable[[], T], *, what: str, limit: float) -> T:
+        """Does what may take longer than workers wait for each other, at most `limit` seconds; returns when all have done it."""
+        return self._rows.patiently(work, what=what, limit=limit)
 
     def from_first(self, value: Any) -> Any:
         """The first worker's value, on every worker."""

@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     expected: dict[tuple[object, ...], tuple[str, float]] = {}
-    failed = hit = 0
+    failed = lost = 0
     base = Path(tempfile.mkdtemp(prefix="nestpipe-kill-"))
     for number in range(arguments.runs):
         rng = random.Random(arguments.seed * 1_000_003 + number)
@@ -117,16 +117,22 @@ def main() -> None:
             assert start(folder, chosen).wait(PATIENCE) == 0, (folder / "log").read_text()
             expected[same] = digest(folder), time.monotonic() - begin
         folder = base / f"run-{number}"
-        folder.mkdir()
-        process = start(folder, chosen, "--restarts", "4")
-        told = [kill_one(process, folder, rng, expected[same][1]) for _ in range(rng.choice([1, 1, 2]))]
-        try:
-            code = process.wait(PATIENCE)
-            right = code == 0 and digest(folder) == expected[same][0]
-        except subprocess.TimeoutExpired:
-            code, right = None, False
-            process.kill()
-        hit += any(one.startswith("worker") for one in told)
+        seconds = expected[same][1]
+        while True:  # until somebody was there to be killed
+            folder.mkdir()
+            process = start(folder, chosen, "--restarts", "4")
+            told = [kill_one(process, folder, rng, seconds) for _ in range(rng.choice([1, 1, 2]))]
+            try:
+                code = process.wait(PATIENCE)
+                right = code == 0 and digest(folder) == expected[same][0]
+            except subprocess.TimeoutExpired:
+                code, right = None, False
+                process.kill()
+            if not right or any(one.startswith("worker") for one in told):
+                break
+            shutil.rmtree(folder)
+            seconds /= 2
+        lost += sum(one.startswith("worker") for one in told)
         failed += not right
         print(
             f"{number}: {chosen} killed {'; '.join(told)}: {'same digest' if right else f'FAILED (exit code {code})'}",
@@ -136,7 +142,7 @@ def main() -> None:
             shutil.rmtree(folder)
         else:
             print((folder / "log").read_text()[-3000:], flush=True)
-    print(f"{arguments.runs} runs, {hit} of them lost a worker, {failed} failed")
+    print(f"{arguments.runs} runs, which lost {lost} workers, {failed} failed")
     if not failed:
         shutil.rmtree(base)
     sys.exit(bool(failed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -54,7 +55,12 @@ def fork(work: Callable[[], None]) -> Child:
 def _try_to_fork(work: Callable[[], None]) -> Child | None:
     ours, theirs = os.pipe()
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(ours)
+        os.close(theirs)
+        raise
     if pid == 0:
         _run_and_leave(work, theirs, parent)
     os.close(theirs)
@@ -79,6 +85,7 @@ def _run_and_leave(work: Callable[[], None], pipe: int, parent: int) -> NoReturn
     """In the forked process: no threads of torch, no locks that another thread may have held, nothing but arrays and files."""
     try:
         os.write(pipe, b"+")
+        gc.disable()  # what is collected here may close a descriptor whose number is another file's by now
         end_with(parent)
         _close_all_but(pipe)
         os.nice(NICE)

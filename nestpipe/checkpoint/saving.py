@@ -12,6 +12,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,12 +38,14 @@ from nestpipe.checkpoint.manifest import (
     write_durably,
 )
 from nestpipe.engine.dense import Dense
-from nestpipe.errors import TrainingError, describe
+from nestpipe.errors import NO_ROOM, TrainingError, describe
 from nestpipe.exchange.transport import Transport
 from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorWriter
 
 MOMENT = 0.05  # seconds
+SILENCE = 60.0  # seconds that training waits for a checkpoint before it says so
+LEAVING = 10.0  # seconds that a worker that leaves waits for it
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
 
 Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it
@@ -148,7 +151,13 @@ class Background:
         finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
 
         def work() -> None:
-            _write_part(partial, parts, transport.rank)
+            try:
+                for store in content.stores:
+                    store.open_frozen()
+                _write_part(partial, parts, transport.rank)
+            finally:
+                for store in content.stores:
+                    store.close_frozen()
             if transport.rank == 0:
                 _wait_for_all(partial, transport.world)
                 finish()
@@ -170,10 +179,15 @@ class Background:
         path = self._path
         assert path is not None
         # In turns of a moment each: the slowest disk may take longer than workers wait for each other.
-        while self._transport.sum(np.array([self._child.is_running()]))[0]:
+        begin: float | None = time.monotonic()
+        while self._transport.any(self._child.is_running()):
             time.sleep(MOMENT)
             if not self._child.is_running():
                 self._speak_for(self._child, _partial(path))
+            if begin is not None and time.monotonic() - begin > SILENCE:
+                if self._transport.rank == 0:
+                    self._tell(f"training waits for {path.name}, which is still being written to {self.folder}")
+                begin = None
         told = self._transport.gather_objects(_described(self._child.problem))
         self._child = None
         failed = self._failed(told, int(path.name.split("-")[1]))
@@ -182,6 +196,12 @@ class Background:
             self._base = None if failed else path.name
         if not failed:
             self._since_full = 0 if self._is_full else self._since_full + 1
+
+    def close(self) -> None:
+        """Gives a checkpoint that is under way a little time: its process ends with this one."""
+        deadline = time.monotonic() + LEAVING
+        while self._child is not None and self._child.is_running() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _clear(self, partial: Path) -> None:
         """What is left of a checkpoint that is complete, or will not be."""
@@ -203,10 +223,9 @@ class Background:
         if causes and self._transport.rank == 0:
             kept = manifests.complete(self.folder)
             newest = f"the newest is {kept[0].name}" if kept else "there is none yet"
-            self._tell(
-                f"checkpoint of step {step} failed, training goes on ({newest}): {'; '.join(causes)}. Make room in "
-                f"{self.folder}, or set train.checkpoints to another folder"
-            )
+            full = any(os.strerror(number) in cause for cause in causes for number in NO_ROOM)
+            advice = f". Make room in {self.folder}, or set train.checkpoints to another folder" if full else ""
+            self._tell(f"checkpoint of step {step} failed, training goes on ({newest}): {'; '.join(causes)}{advice}")
         return bool(causes)
 
 
@@ -331,8 +350,8 @@ def _finisher(
 
 
 def _save_frozen(path: Path, *, store: TableStore, changed: bool) -> None:
-    with store.frozen():
-        _save_table(path, store=store, changed=changed)
+    _save_table(path, store=store, changed=changed)
+    store.close_frozen()
 
 
 def _save_table(path: Path, *, store: TableStore, changed: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from nestpipe.arena import as_tensor
 from nestpipe.errors import TrainingError, describe
 
+T = TypeVar("T")
 PAIRS = 64  # workers up to which bulk data travels pair by pair; above, posting each pair from Python costs too much
 
 
@@ -71,6 +74,10 @@ class Transport:
             dist.all_reduce(as_tensor(values), group=self._group)
         return values
 
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on one of the workers."""
+        return bool(self.sum(np.array([mine], np.int64))[0])
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Everybody's value, by rank: for reports and errors, not for the hot path."""
         if self.world == 1:
@@ -78,6 +85,30 @@ class Transport:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def patiently(self, work: Callable[[], T], *, what: str, limit: float) -> T:
+        """Does work that may take longer than workers wait for each other, and returns when all have done theirs. What goes
+        wrong on one, or takes longer than `limit` seconds, is raised on all."""
+        results: list[T] = []
+        problems: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=run, name=what, daemon=True)  # nobody waits for one that hangs
+        thread.start()
+        deadline = time.monotonic() + limit
+        while self.any(thread.is_alive()):
+            thread.join(0.05)
+            if thread.is_alive() and time.monotonic() > deadline:
+                problems.append(TimeoutError(f"not done after {limit:,.0f} s"))
+            if self.any(bool(problems)):
+                break
+        self.raise_together(problems[0] if problems else None, what=what)
+        return results[0]
 
     def together(self, work: Callable[[], object] | None, *, what: str) -> None:
         """Does this worker's part and waits for the others'; what goes wrong on one is raised on all."""

@@ -50,7 +50,8 @@ class Ring(NamedTuple):
 def make_ring(depth: int, unit_bytes: int, fd: int | None = None) -> Ring:
     """For a file, if it can be read asynchronously: else, or without a file, `context` is 0."""
     shapes = [(depth, 8), (depth, 4), (depth, 2), depth, depth]
-    ring = Ring(0, unit_bytes, zeros(depth * unit_bytes, np.uint8), *(np.zeros(shape, np.int64) for shape in shapes))
+    memory = zeros(depth * unit_bytes, np.uint8, inherited=False)
+    ring = Ring(0, unit_bytes, memory, *(np.zeros(shape, np.int64) for shape in shapes))
     if fd is None or sys.platform != "linux":
         return ring
     context = ctypes.c_ulong(0)

@@ -19,7 +19,14 @@ def anonymous(num_bytes: int) -> mmap.mmap:
     return pages
 
 
-def zeros(shape: int | tuple[int, ...], dtype: type) -> np.ndarray:
-    """Like numpy.zeros, in a mapping of its own that is unmapped with the array."""
+def zeros(shape: int | tuple[int, ...], dtype: type, *, inherited: bool = True) -> np.ndarray:
+    """Like numpy.zeros, in a mapping of its own that is unmapped with the array.
+
+    inherited: whether a forked process has it. What a device writes to directly must not be: either process might be left with
+    the other's copy of the page.
+    """
     count = int(np.prod(shape))
-    return np.frombuffer(anonymous(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
+    pages = anonymous(count * np.dtype(dtype).itemsize)
+    if not inherited and hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(pages, dtype, count).reshape(shape)

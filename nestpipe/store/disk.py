@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -159,13 +157,13 @@ class DiskStore(TableStore):
     def thaw(self) -> None:
         self.file.thaw()
 
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        file = self._source = self.file.frozen()
-        try:
-            yield
-        finally:
-            file.close()
+    def open_frozen(self) -> None:
+        self._source = self.file.frozen()
+
+    def close_frozen(self) -> None:
+        if isinstance(self._source, FrozenFile):
+            self._source.close()
+            self._source = self.file
 
     def stats(self) -> StoreStats:
         self.directory.sweep()

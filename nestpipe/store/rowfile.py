@@ -15,18 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from nestpipe.errors import StorageError
+from nestpipe.errors import NO_ROOM, StorageError
 from nestpipe.kernels import aio, blocks
 from nestpipe.kernels.aio import Ring
 from nestpipe.kernels.blocks import Layout
 from nestpipe.kernels.rows import NONE, Rows, rows_of
-from nestpipe.store.undo import NO_BLOCKS, FrozenFile, Undo
+from nestpipe.store.undo import NO_BLOCKS, SUFFIX, FrozenFile, Undo, free_all
 
 PAGE = 4096
 EXTENT_BYTES = 64 << 20  # by which the file grows
 DEPTH, UNIT_BYTES = 128, 16 << 10  # how much is under way, asynchronously: so many pieces of so much at most
 THREADS, BOUNCE_BYTES = 16, 128 << 10  # the same where that cannot be done
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RowFile:
@@ -67,15 +66,16 @@ class RowFile:
     def write(self, positions: np.ndarray, keys: np.ndarray, sources: np.ndarray, rows: Rows) -> None:
         """Puts record sources[i] of rows at positions[i] (ascending), as that of keys[i]. One thread at a time."""
         if len(positions):
-            undo = self._undo if self._undo is not None and not self._undo.over else None
-            self._grow(int(positions[-1]), undo)
-            self._run(True, positions, keys, sources, rows, undo)
+            self._grow(int(positions[-1]))
+            undo = self._undo
+            self._run(True, positions, keys, sources, rows, undo if undo is not None and undo.wanted() else None)
 
     def freeze(self) -> None:
         """From here on what the file holds now can be read by the `frozen` file, in a process that is forked now."""
         self.thaw()
         try:
-            self._undo = Undo(self._undo_path, self.num_bytes // self.layout.block_bytes)
+            block_bytes = self.layout.block_bytes
+            self._undo = Undo(self._undo_path, self.num_bytes // block_bytes, block_bytes)
         except OSError as error:
             raise self._error(f"cannot be kept as it is: {error}", error.errno) from error
         # The kernel is loaded now: a forked process must not take the locks that loading takes.
@@ -107,7 +107,7 @@ class RowFile:
 
     @property
     def _undo_path(self) -> Path:
-        return self.path.with_suffix(".undo")
+        return self.path.with_suffix(SUFFIX)
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class RowFile:
             raise self._error(f"cannot be opened: {error.strerror}", error.errno) from error
         return fd, direct
 
-    def _grow(self, position: int, undo: Undo | None) -> None:
+    def _grow(self, position: int) -> None:
         needed = (position // self.layout.per_block + 1) * self.layout.block_bytes
         if needed <= self.num_bytes:
             return
@@ -142,9 +142,8 @@ class RowFile:
         try:
             os.posix_fallocate(self._fd, self.num_bytes, grown - self.num_bytes)
         except OSError as error:
-            if undo is not None and error.errno in NO_ROOM:  # a checkpoint matters less than the run
-                undo.give_up()
-                return self._grow(position, None)
+            if error.errno in NO_ROOM and free_all(self.path.parent):  # a checkpoint matters less than the run
+                return self._grow(position)
             raise self._no_room(error.errno, f"growing it to {grown:,} bytes") from error
         self.num_bytes = grown
 

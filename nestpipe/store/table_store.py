@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -201,9 +200,11 @@ class TableStore:
     def thaw(self) -> None:
         """Of a forked process nothing more is expected."""
 
-    def frozen(self) -> contextlib.AbstractContextManager[None]:
-        """In the forked process: rows are read as they were, until the end of it; after that none can be read."""
-        return contextlib.nullcontext()
+    def open_frozen(self) -> None:
+        """In the forked process: from here on rows are read as they were."""
+
+    def close_frozen(self) -> None:
+        """In the forked process: none of them will be read any more."""
 
     def put(self, keys: np.ndarray, rows: np.ndarray, *, shared: bool = False) -> None:
         """Adds rows (what `records` gave) of keys, or of shards, that have none yet."""

@@ -355,6 +355,95 @@ def test_a_fork_that_the_system_refuses_is_a_checkpoint_that_failed(cluster: Clu
     assert leftovers(tmp_path) == [] and complete(tmp_path) == []
 
 
+def test_refused_forks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(OSError, match="temporarily"):
+            forked.fork(lambda: None)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_trainer_that_is_closed_gives_a_checkpoint_under_way_time_to_end(tmp_path: Path, tier: str) -> None:
+    trainer = trainer_on(tier, tmp_path)
+    few_keys(trainer, 0, 3)
+    checkpoints = trainer.checkpoints(tmp_path / "saved")
+    parent, digest = os.getpid(), trainer.digest()
+
+    def sleep(rank: int, path: Path) -> None:
+        if os.getpid() != parent and path.name.startswith("table-"):
+            time.sleep(0.1)
+
+    with instead_of_writing(sleep, trainer):
+        trainer.checkpoint(checkpoints)
+    assert not complete(tmp_path / "saved")
+    trainer.close()
+    other = trainer_on("memory", tmp_path / "other")
+    other.load(complete(tmp_path / "saved")[0])
+    assert other.digest() == digest
+
+
+def test_a_checkpoint_that_does_not_end_is_not_waited_for_when_leaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 1)
+    checkpoints = trainer.checkpoints(tmp_path)
+    monkeypatch.setattr(saving, "LEAVING", 0.2)
+    with instead_of_writing(lambda *_: time.sleep(60), trainer):
+        trainer.checkpoint(checkpoints)
+    begin = time.monotonic()
+    trainer.close()
+    assert time.monotonic() - begin < 5
+    child = checkpoints._child
+    assert child is not None
+    os.kill(child._pid, signal.SIGKILL)
+    checkpoints.wait()
+
+
+def fail_in_the_first_table(folder: Path) -> list[bool]:
+    trainer = trainer_on("disk", folder)
+    few_keys(trainer, 0, 2)
+    checkpoints = trainer.checkpoints(folder / "saved")
+    listening(checkpoints)
+
+    def fail(rank: int, path: Path) -> None:
+        if "table-plain" in path.name:
+            raise NO_ROOM
+
+    with instead_of_writing(fail, trainer):
+        trainer.checkpoint(checkpoints)
+    child = checkpoints._child
+    assert child is not None
+    while child.is_running():
+        time.sleep(0.01)
+    undos = [store.file._undo for store in trainer._ops.stores]  # type: ignore[union-attr]
+    found = [undo is not None and undo.wanted() for undo in undos]
+    checkpoints.wait()
+    trainer.close()
+    return found
+
+
+def test_nothing_is_kept_for_a_checkpoint_that_has_failed(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(1, fail_in_the_first_table, tmp_path) == [[False] * len(TABLES)]
+
+
+def test_waiting_long_for_a_checkpoint_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 1)
+    checkpoints = trainer.checkpoints(tmp_path)
+    told = listening(checkpoints)
+    monkeypatch.setattr(saving, "SILENCE", 0.1)
+    with instead_of_writing(lambda rank, path: time.sleep(0.1), trainer):
+        trainer.checkpoint(checkpoints)
+    checkpoints.wait()
+    assert told == [f"training waits for {folder_of(1)}, which is still being written to {tmp_path}"]
+
+
 def test_a_forked_process_that_never_comes_to_life_is_given_up_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from nestpipe import Batch, Jagged, Trainer, run
 from nestpipe.checkpoint import complete, problems
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.config import Config, parse
-from nestpipe.data import SyntheticClicks
+from nestpipe.data import SyntheticClicks, dataset
 from nestpipe.engine.step import StepResult
 from tests.cluster import Cluster
 from tests.test_checkpoint import FEATURES, TABLES, Model, contents
@@ -173,6 +174,59 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path, schedule: str) -> None:
 )  # fmt: skip
 def test_everything_that_has_a_state_goes_on(tmp_path: Path, entries: dict[str, Any]) -> None:
     assert_alike(whole_and_resumed(configured(**entries), tmp_path))
+
+
+def resumed_slowly(config: Config, folder: Path, seconds: float) -> dict[str, str]:
+    """The second worker needs so long to pass over what was trained on."""
+    whole = train(config, folder / "whole")
+    cut_off(config, folder / "cut")
+    skip, passing = dataset.Indexed.skip, run.PASSING
+
+    def slowly(self: dataset.Indexed, count: int) -> int:
+        time.sleep(seconds if count and dist.get_rank() == 1 else 0)
+        return skip(self, count)
+
+    dataset.Indexed.skip, run.PASSING = slowly, 5.0  # type: ignore[method-assign]
+    try:
+        return {"whole": whole["digest"], "resumed": train(config, folder / "cut", resume=True)["digest"]}
+    finally:
+        dataset.Indexed.skip, run.PASSING = skip, passing  # type: ignore[method-assign]
+
+
+def test_passing_over_data_may_take_longer_than_a_batch_may(cluster: Cluster, tmp_path: Path) -> None:
+    for found in cluster.run(2, resumed_slowly, configured(train={"timeout": 1}), tmp_path, 2.5):
+        assert found["whole"] == found["resumed"]
+
+
+def pass_over(seconds: float, limit: float, fails: int | None) -> tuple[int, int]:
+    trainer = Trainer(Model(), TABLES, FEATURES, dense_optimizer=lambda p: torch.optim.Adam(p, 1e-2), data_timeout=0.5)
+
+    def work() -> int:
+        time.sleep(seconds if trainer.rank == 1 else 0)
+        if trainer.rank == fails:
+            raise ValueError("line 7 is not a number")
+        return trainer.rank
+
+    return trainer.wait_for(work, what="passing over data", limit=limit), trainer.rank
+
+
+def test_waiting_for_all_gives_each_its_own_result(cluster: Cluster) -> None:
+    assert cluster.run(2, pass_over, 1.0, 20.0, None) == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "fails", "told"),
+    [
+        (0.0, 20.0, 0, "rank 0, passing over data: line 7 is not a number"),
+        (60.0, 20.0, 0, "rank 0, passing over data: line 7 is not a number"),
+        (60.0, 0.5, None, "rank 1, passing over data: not done after"),
+    ],
+)
+def test_what_goes_wrong_meanwhile_is_raised_on_all_at_once(
+    cluster: Cluster, seconds: float, limit: float, fails: int | None, told: str
+) -> None:
+    for kind, value in cluster.outcomes(2, pass_over, seconds, limit, fails, timeout=15):
+        assert kind != "ok" and told in str(value), value
 
 
 def damage(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -71,6 +72,22 @@ def test_what_is_passed_over_is_not_parsed(data_sets, monkeypatch):
     batches = data_sets["criteo"].batches("train", **how)
     assert skip(batches, everything - 1) == everything - 1 and not parsed
     assert sum(1 for _ in batches) == 1 and 0 < len(parsed) < in_all // 2
+
+
+def test_after_a_skip_each_piece_is_parsed_a_few_times_and_not_once_a_batch(data_sets, monkeypatch):
+    parse, parsed = criteo.parse, Counter()
+
+    def counted(block, *, kept):
+        parsed[block.first_line] += 1
+        return parse(block, kept=kept)
+
+    monkeypatch.setattr(criteo, "parse", counted)
+    batches = data_sets["criteo"].batches("train", batch_size=1, rank=0, world=1, seed=3)
+    assert skip(batches, 40) == 40
+    rest = sum(1 for _ in batches)
+    assert rest > 100 and max(parsed.values()) <= 3, (
+        "the batches of a buffer, what stays in it, and what is left of a batch"
+    )
 
 
 def test_synthetic_batches_are_passed_over_at_once(data_sets):

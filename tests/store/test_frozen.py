@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -37,8 +38,8 @@ def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delattr(os, "O_DIRECT")
 
 
-def make(folder: Path, dim: int = 8, hot_rows: int = 100, **settings) -> DiskStore:
-    table = Table("item", dim, optimizer=Adagrad(lr=0.5), tier="disk", memory="64MB", **settings)
+def make(folder: Path, dim: int = 8, hot_rows: int = 100, name: str = "item", **settings) -> DiskStore:
+    table = Table(name, dim, optimizer=Adagrad(lr=0.5), tier="disk", memory="64MB", **settings)
     return DiskStore(table, seed=7, folder=folder, hot_rows=hot_rows)
 
 
@@ -64,10 +65,11 @@ def in_child(store: DiskStore, folder: Path, wait: Callable[[int], None] = lambd
 
     def work() -> None:
         found = []
-        with store.frozen():
-            for number, (keys, records) in enumerate(store.blocks()):
-                wait(number)
-                found.append(np.concatenate([keys[:, None].view(np.float64), records.astype(np.float64)], 1))
+        store.open_frozen()
+        for number, (keys, records) in enumerate(store.blocks()):
+            wait(number)
+            found.append(np.concatenate([keys[:, None].view(np.float64), records.astype(np.float64)], 1))
+        store.close_frozen()
         np.save(out, np.concatenate(found))
 
     store.freeze()
@@ -160,7 +162,7 @@ def test_nothing_is_kept_after_the_reader_has_ended(tmp_path: Path) -> None:
     child, _ = in_child(store, tmp_path)
     wait_for(child)
     undo = store.file._undo
-    assert undo is not None and undo.over
+    assert undo is not None and not undo.wanted()
     kept = undo.kept.copy()
     use(store, np.arange(NUM_ROWS), 2)
     store._hot.drain()
@@ -196,46 +198,88 @@ def test_descriptors_are_given_back(tmp_path: Path) -> None:
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_room_for_what_is_overwritten_fails_the_reader_and_nothing_else(tmp_path: Path) -> None:
+def test_no_room_for_what_is_overwritten_fails_the_reader_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make(tmp_path)
     use(store, np.arange(NUM_ROWS), 1)
     store.freeze()
-    assert store.file._undo is not None
-    os.dup2(os.open("/dev/full", os.O_WRONLY), store.file._undo.fd)  # every write: no space left on device
+    undo = store.file._undo
+    assert undo is not None
+    monkeypatch.setattr(undo, "wanted", lambda: True)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), undo.fd)  # every write: no space left on device
+    child = fork_reader(store)
     use(store, np.arange(NUM_ROWS), 2)
     expected = content(store)
-    child = fork(lambda: read_frozen(store))
     wait_for(child)
-    assert "no room for rows of table 'item'" in str(child.problem) and "free space" in str(child.problem)
+    assert "rows of table 'item' that training changed meanwhile could not be kept" in str(child.problem)
+    assert "make room on that disk" in str(child.problem)
     assert content(store) == expected and len(expected) == NUM_ROWS
     store.close()
 
 
-def read_frozen(store: DiskStore) -> None:
-    """Positions by what this process knows now: only for tests that do not get that far."""
-    with store.frozen():
-        store._source.read(np.arange(8), np.arange(8), np.arange(8), np.zeros((8, store.record_words), np.float32))
+def fork_reader(store: DiskStore) -> Child:
+    """Reads when all has been overwritten."""
+
+    def work() -> None:
+        store.open_frozen()
+        time.sleep(1)
+        for _ in store.blocks():
+            pass
+
+    return fork(work)
 
 
-def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make(tmp_path)
-    use(store, np.arange(NUM_ROWS), 1)
-    store.freeze()
-    use(store, np.arange(NUM_ROWS), 2)
-    store._hot.drain()
-    undo = store.file._undo
-    assert undo is not None and undo.path.stat().st_size > 0
+@pytest.mark.parametrize("whose", ["its own", "another table's", "another worker's"])
+def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    store, other = make(tmp_path), make(tmp_path, name="other")
+    kept = store if whose == "its own" else other
+    for one in (store, other):
+        use(one, np.arange(NUM_ROWS), 1)
+    kept.freeze()
+    child = fork_reader(kept)
+    use(kept, np.arange(NUM_ROWS), 2)
+    kept._hot.drain()
+    undo = kept.file._undo
+    assert undo is not None and undo.path.stat().st_blocks > 0
+    if whose == "another worker's":  # nothing of it is known here
+        undo.path.rename(tmp_path / "other.1.undo")
+        undo.path = tmp_path / "other.1.undo"
     allocate = os.posix_fallocate
 
     def full(fd: int, offset: int, size: int) -> None:
-        if undo.path.stat().st_size:
+        if undo.path.stat().st_blocks:
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(fd, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     use(store, np.arange(2 * NUM_ROWS), 3)
-    assert (undo.kept == blocks.LOST).all() and len(content(store)) == 2 * NUM_ROWS
-    store.close()
+    store._hot.drain()
+    assert len(content(store)) == 2 * NUM_ROWS
+    use(kept, np.arange(NUM_ROWS), 4)
+    kept._hot.drain()
+    assert (undo.kept == blocks.LOST).all() and undo.path.stat().st_blocks == 0, "it goes on taking room"
+    wait_for(child)
+    assert "could not be kept" in str(child.problem)
+    for one in (store, other):
+        one.close()
+
+
+def test_room_that_is_nowhere_to_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path)
+    use(store, np.arange(NUM_ROWS), 1)
+    store.freeze()
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match="No space left"):
+        use(store, np.arange(2 * NUM_ROWS), 2)
+    with contextlib.suppress(StorageError):
+        store.close()
 
 
 def test_damage_is_found_in_the_forked_process_too(tmp_path: Path) -> None:
