@@ -133,7 +133,11 @@ def test_a_table_whose_disk_is_full_goes_on_without_the_checkpoint(
         train(trainer, keys=range(25_000))
     checkpoints.wait()
     assert on_disk.digest() == in_memory.digest()
-    assert len(told) == 1 and "no room for rows of table 'item'" in told[0] and not complete(tmp_path / "saved")
+    assert (
+        len(told) == 1
+        and "rows of table 'item' that training changed meanwhile could not be kept" in told[0]
+        and not complete(tmp_path / "saved")
+    )
     others.unlink()
     on_disk.checkpoint(checkpoints)
     checkpoints.wait()
