@@ -19,7 +19,7 @@ test: .venv/ready lint
 grid: .venv/ready
 	$(BIN)/python -m tests.engine.grid
 
-# Fifty runs that lose a worker at a random moment; a quarter of an hour.
+# Fifty runs that lose a worker at a random moment; half an hour.
 kill: .venv/ready
 	$(BIN)/python -m tests.kill
 
