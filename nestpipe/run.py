@@ -32,7 +32,7 @@ from nestpipe.process import join_group
 from nestpipe.trainer import Trainer
 
 CHECKPOINT = "final"
-PASSING = 0.1  # seconds that a resumed run may take for each batch that it passes over
+PASSING = 0.01  # of train.timeout, that a resumed run may take for each batch that it passes over
 log = logging.getLogger("nestpipe")
 
 
@@ -76,11 +76,11 @@ def train(
     if _reads_in_process(config):
         reader.prepare()
     trainer, built = make_trainer(config, storage=folder / "storage", record=record)
-    try:
-        with _asked_by_signal(trainer):
+    with _asked_by_signal(trainer):  # also while it is closed: a launcher ends the others when one leaves
+        try:
             return _train(trainer, built, config, folder=folder, json_file=json_file, record=record, resume=resume)
-    finally:
-        trainer.close()
+        finally:
+            trainer.close()
 
 
 def _train(
@@ -124,8 +124,8 @@ def _train(
             batches: Iterator[Batch] = _epochs(*what)
             if _reads_in_process(config):
                 batches = stack.enter_context(reader.in_process(_epochs, *what))
-            if trainer.position:  # passing over what it was trained on before may take long
-                limit = config.train.timeout + PASSING * trainer.position
+            if trainer.steps and steps != 0:  # passing over what it was trained on before may take long
+                limit = config.train.timeout * (1 + PASSING * trainer.position)
                 head = trainer.wait_for(lambda: next(batches, None), what="passing over data", limit=limit)
                 batches = itertools.chain([] if head is None else [head], batches)
             pauses = [number for number in (validate, every) if number]

@@ -45,7 +45,7 @@ from nestpipe.tensorfile import TensorWriter
 
 MOMENT = 0.05  # seconds
 SILENCE = 60.0  # seconds that training waits for a checkpoint before it says so
-LEAVING = 10.0  # seconds that a worker that leaves waits for it
+LEAVING = 5.0  # seconds that a worker that leaves waits for it
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
 
 Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it

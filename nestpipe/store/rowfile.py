@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from nestpipe.store.undo import NO_BLOCKS, SUFFIX, FrozenFile, Undo, free_all
 PAGE = 4096
 EXTENT_BYTES = 64 << 20  # by which the file grows
 DEPTH, UNIT_BYTES = 128, 16 << 10  # how much is under way, asynchronously: so many pieces of so much at most
+ATTEMPTS = 4  # to grow, where there is no room
 THREADS, BOUNCE_BYTES = 16, 128 << 10  # the same where that cannot be done
 
 
@@ -139,12 +141,16 @@ class RowFile:
         # Whole blocks, at least an extent, but not a multiple of what is there: disks are shared.
         extent = -(-EXTENT_BYTES // self.layout.block_bytes) * self.layout.block_bytes
         grown = -(-needed // extent) * extent
-        try:
-            os.posix_fallocate(self._fd, self.num_bytes, grown - self.num_bytes)
-        except OSError as error:
-            if error.errno in NO_ROOM and free_all(self.path.parent):  # a checkpoint matters less than the run
-                return self._grow(position)
-            raise self._no_room(error.errno, f"growing it to {grown:,} bytes") from error
+        for attempt in range(ATTEMPTS):
+            try:
+                os.posix_fallocate(self._fd, self.num_bytes, grown - self.num_bytes)
+                break
+            except OSError as error:
+                if error.errno not in NO_ROOM or attempt + 1 == ATTEMPTS:
+                    raise self._no_room(error.errno, f"growing it to {grown:,} bytes") from error
+            # A checkpoint matters less than the run. More than once: others may have been faster, to free it or to take it.
+            free_all(self.path.parent)
+            time.sleep(0.05 * attempt)
         self.num_bytes = grown
 
     # -- batches -----------------------------------------------------------------------------------------------------

@@ -62,14 +62,11 @@ class Undo:
         self.path.unlink(missing_ok=True)
 
 
-def free_all(folder: Path) -> bool:
-    """Empties all such files in a folder, of other tables and workers too; whether there was anything in them."""
-    found = False
+def free_all(folder: Path) -> None:
+    """Empties all such files in a folder, of other tables and workers too."""
     for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):
-            found |= path.stat().st_blocks > 0
+        with contextlib.suppress(OSError):
             os.truncate(path, 0)
-    return found
 
 
 class FrozenFile:

@@ -186,7 +186,7 @@ def resumed_slowly(config: Config, folder: Path, seconds: float) -> dict[str, st
         time.sleep(seconds if count and dist.get_rank() == 1 else 0)
         return skip(self, count)
 
-    dataset.Indexed.skip, run.PASSING = slowly, 5.0  # type: ignore[method-assign]
+    dataset.Indexed.skip, run.PASSING = slowly, 10.0  # type: ignore[method-assign]
     try:
         return {"whole": whole["digest"], "resumed": train(config, folder / "cut", resume=True)["digest"]}
     finally:
@@ -196,6 +196,18 @@ def resumed_slowly(config: Config, folder: Path, seconds: float) -> dict[str, st
 def test_passing_over_data_may_take_longer_than_a_batch_may(cluster: Cluster, tmp_path: Path) -> None:
     for found in cluster.run(2, resumed_slowly, configured(train={"timeout": 1}), tmp_path, 2.5):
         assert found["whole"] == found["resumed"]
+
+
+def test_a_worker_without_data_does_not_keep_the_others_waiting(cluster: Cluster, tmp_path: Path) -> None:
+    """One block of text, which the first of two workers reads: the other's place in the data stays 0."""
+    rows = [[str(n % 2), *["2"] * 13, *[f"{n + k:x}" for k in range(26)]] for n in range(200)]
+    (tmp_path / "rows.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+    tables = {"C*": {"dim": 4, "pooling": "sum", "lr": 0.1}}
+    values = {**CLICKS, "data": {"kind": "criteo", "path": str(tmp_path / "rows.tsv")}, "tables": tables}
+    for found in cluster.run(
+        2, whole_and_resumed, configured(values, train={"batch_size": 8, "reader": "thread"}), tmp_path
+    ):
+        assert_alike(found)
 
 
 def pass_over(seconds: float, limit: float, fails: int | None) -> tuple[int, int]:

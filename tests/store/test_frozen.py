@@ -267,6 +267,25 @@ def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(
         one.close()
 
 
+def test_room_that_another_has_just_freed_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that want to grow at once: the first empties all files, the second finds nothing to empty."""
+    store = make(tmp_path)
+    use(store, np.arange(NUM_ROWS), 1)
+    (tmp_path / "foreign.undo").mkdir()  # cannot be emptied, and is nobody's
+    allocate, tried = os.posix_fallocate, []
+
+    def full_at_first(fd: int, offset: int, size: int) -> None:
+        tried.append(size)
+        if len(tried) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_at_first)
+    use(store, np.arange(2 * NUM_ROWS), 2)
+    assert len(content(store)) == 2 * NUM_ROWS and len(tried) > 1
+    store.close()
+
+
 def test_room_that_is_nowhere_to_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(tmp_path)
     use(store, np.arange(NUM_ROWS), 1)
