@@ -15,9 +15,6 @@ from nestpipe.process import end_with
 
 ATTEMPTS, ALIVE_WITHIN = 5, 3.0  # of a fork; seconds
 NICE = 10  # by how much the process that writes gives way to those that train
-HEAD_START = (
-    0.25  # seconds before it begins: those that train fill their pipeline, and copy the pages they change all the time
-)
 
 
 class Child:
@@ -95,7 +92,6 @@ def _run_and_leave(work: Callable[[], None], pipe: int, parent: int) -> NoReturn
         for number in (signal.SIGTERM, signal.SIGINT):  # those are for the one that trains; it waits for this one
             signal.signal(number, signal.SIG_IGN)
         try:
-            time.sleep(HEAD_START)
             work()
             said = b"done"
         except BaseException as error:

@@ -44,6 +44,7 @@ from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorWriter
 
 MOMENT = 0.05  # seconds
+HEAD_START = 0.25  # seconds in which training fills its pipeline and copies the pages it changes in every step
 SILENCE = 60.0  # seconds that training waits for a checkpoint before it says so
 LEAVING = 5.0  # seconds that a worker that leaves waits for it
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
@@ -154,6 +155,7 @@ class Background:
             try:
                 for store in content.stores:
                     store.open_frozen()
+                time.sleep(HEAD_START)
                 _write_part(partial, parts, transport.rank)
             finally:
                 for store in content.stores:

@@ -245,6 +245,7 @@ def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(
     undo = kept.file._undo
     assert undo is not None and undo.path.stat().st_blocks > 0
     if whose == "another worker's":  # nothing of it is known here
+        time.sleep(0.3)  # the other process has opened it
         undo.path.rename(tmp_path / "other.1.undo")
         undo.path = tmp_path / "other.1.undo"
     allocate = os.posix_fallocate
