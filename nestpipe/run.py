@@ -245,9 +245,10 @@ def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int, passed
     """The batches of this worker, without the first `passed`, which it was trained on before."""
     epochs = settings.epochs or (1 if settings.steps is None else None)
     for epoch in itertools.count() if epochs is None else range(epochs):
-        batches = data.batches(
+        source = data.batches(
             "train", batch_size=settings.batch_size, rank=rank, world=world, seed=settings.seed, epoch=epoch
         )
+        batches = iter(source)  # a data set of one's own may give a list
         skipped = skip(batches, passed)
         passed -= skipped
         empty = skipped == 0

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nestpipe import Batch, Jagged, run
+from nestpipe.config import TrainSection
 from nestpipe.data import DATASETS, criteo
 from nestpipe.data.dataset import generator, skip
 from nestpipe.data.stream import Stream, Unparsed
@@ -55,6 +57,22 @@ def test_batches_without_a_way_to_skip_are_taken_one_by_one():
     numbers = iter(range(5))
     assert skip(numbers, 3) == 3 and list(numbers) == [3, 4]
     assert skip(numbers, 3) == 0
+
+
+class Listed:
+    """A data set of one's own that gives a list, three batches an epoch."""
+
+    features = ("key",)
+
+    def batches(self, split, *, batch_size, rank, world, seed, epoch=0):
+        return [Batch({"key": Jagged.from_lists([[10 * epoch + number]])}) for number in range(3)]
+
+
+@pytest.mark.parametrize("passed", range(8))
+def test_a_resumed_run_goes_on_in_the_middle_of_a_list_and_of_a_later_epoch(passed):
+    settings = TrainSection(batch_size=1, epochs=2)
+    keys = [batch.keys["key"].values.item() for batch in run._epochs(Listed(), settings, 0, 1, passed)]
+    assert keys == [0, 1, 2, 10, 11, 12][passed:]
 
 
 def test_what_is_passed_over_is_not_parsed(data_sets, monkeypatch):

@@ -324,8 +324,9 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     store.close()
 
 
-def test_reading_nothing(tmp_path: Path) -> None:
+def test_a_file_without_a_block_has_nothing_to_read_and_nothing_to_keep(tmp_path: Path) -> None:
     store = make(tmp_path)
     store.freeze()
     store.file.frozen().read(NONE, NONE, NONE, np.empty((0, store.record_words), np.float32))
+    assert store.file._undo is not None and len(store.file._undo.kept) == 0
     store.close()
