@@ -56,6 +56,7 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
         record=record,
         check_freshness=config.schedule.check_freshness,
     )
+    trainer.config = _plain(config.to_dict())
     # After the model was built: from here on every rank draws its own dropout.
     torch.manual_seed(config.train.seed * 65_537 + trainer.rank)
     return trainer, built

@@ -128,6 +128,7 @@ class Trainer:
         self.rank, self.world = self._rows.rank, self._rows.world
         self.model = model
         self.steps = 0  # batches so far
+        self.config: dict[str, Any] | None = None  # what it was made from, if anything: goes into checkpoints, as JSON
         self._taken = 0  # batches that this worker has taken from its data, those left out included
         self._loader: Loader | None = None
         self._stopped = False
@@ -462,6 +463,7 @@ class Trainer:
             "lr_factor": self._lr_factor,
             "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
             "micro_batches": measured,
+            "config": self.config,
             "owners": {name: owners.tolist() for name, owners in zip(names, plan.owners, strict=True)},
         }
         return saved.Content(self._stores(), self._dense, self.steps, self.position, settings, base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,10 @@ def inspect(path: Path) -> str:
         lines.append(
             f"table {table['name']}: {held}, dim {table['dim']}, {table['dtype'].removeprefix('torch.')}, "
             f"{table['optimizer']}, {table['updates']:,} updates"
+        )
+    for section, entries in (newest.settings.get("config") or {}).items():
+        lines.append(
+            f"config [{section}]: " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in entries.items())
         )
     lines.append(
         f"files: {len(newest.files)}, each with a checksum; `nestpipe checkpoint verify {path}` reads them all"

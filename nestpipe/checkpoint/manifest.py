@@ -159,6 +159,9 @@ def _settings(value: Any) -> dict[str, Any]:
         type(value[k]) is dict for k in ("pooled_at_owner", "owners")
     ):
         raise ValueError(f"the settings are {value!r:.80}")
+    config = value.get("config")
+    if config is not None and (type(config) is not dict or not all(type(one) is dict for one in config.values())):
+        raise ValueError(f"the config is {config!r:.80}")
     return value
 
 

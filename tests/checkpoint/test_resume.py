@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from nestpipe import Batch, Jagged, Trainer, run
-from nestpipe.checkpoint import complete, problems
+from nestpipe.checkpoint import complete, manifest, problems
+from nestpipe.checkpoint.commands import inspect
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.config import Config, parse
 from nestpipe.data import SyntheticClicks, dataset
@@ -299,6 +300,16 @@ def test_a_run_that_does_not_resume_sets_old_checkpoints_aside(tmp_path: Path) -
     assert [path.name for path in complete(folder / "checkpoints")] == [folder_of(3)]
     assert [path.name for path in complete(folder / "checkpoints-1")] == [folder_of(step) for step in (12, 9, 6, 3)]
     assert not [flaw for path in complete(folder / "checkpoints-1") for flaw in problems(path)]
+
+
+def test_a_checkpoint_has_the_configuration_of_its_run(tmp_path: Path) -> None:
+    config = configured(train={"full_every": 2})
+    train(config, tmp_path)
+    for path in [*complete(tmp_path / "checkpoints"), tmp_path / "final"]:
+        assert manifest.read(path).settings["config"] == json.loads((tmp_path / "config.json").read_text())
+        said = inspect(path).splitlines()
+        assert any(line.startswith("config [train]: batch_size = 16, steps = 12,") for line in said), said
+        assert 'config [data]: kind = "synthetic_clicks"' in "\n".join(said)
 
 
 def test_a_finished_run_that_is_resumed_trains_nothing_more(tmp_path: Path) -> None:
