@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -23,6 +28,34 @@ class StorageError(OSError):
 
 
 def describe(error: BaseException) -> str:
-    """What it says; with the kind of error in front unless it was made for users to read."""
-    for_users = isinstance(error, (ValueError, TimeoutError, TrainingError, StorageError)) and str(error)
-    return str(error) if for_users else f"{type(error).__name__}: {error}"
+    """What it says; with the kind of error in front unless it was made for users to read, and with the user's own line."""
+    if isinstance(error, TrainingError):
+        return str(error)
+    made_for_users = isinstance(error, (ValueError, TimeoutError, StorageError)) and str(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    where = f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return (str(error) if made_for_users else f"{type(error).__name__}: {error}") + where
+
+
+def from_the_users_line(error: BaseException) -> BaseException:
+    """The same, with tracebacks that begin at the user's own code; what led there (threads, schedules, torch) is left out."""
+    seen: BaseException | None = error
+    while seen is not None:
+        trace = seen.__traceback__
+        while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        seen.__traceback__ = trace if trace is not None else _last(seen.__traceback__)
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return error
+
+
+def _last(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_users(filename: str) -> bool:
+    torch = sys.modules.get("torch")
+    ours = [str(Path(module).parent) + os.sep for module in (__file__, torch and torch.__file__) if module]
+    return not filename.startswith(("<", *ours))

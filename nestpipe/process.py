@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -40,6 +44,30 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:  # it went before we asked
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def first_interrupt(ask: Callable[[], None]) -> Iterator[threading.Event]:
+    """While it lasts, the first Ctrl-C sets the event and calls `ask`, in a thread of its own (whom it interrupts may hold a
+    lock); a second one raises KeyboardInterrupt wherever it is. Elsewhere than in the main thread, or where somebody else
+    handles Ctrl-C, it is as it was."""
+    asked = threading.Event()
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield asked
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            signal.default_int_handler(number, frame)
+        asked.set()
+        threading.Thread(target=ask, name="nestpipe-interrupted", daemon=True).start()
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def under_launcher() -> bool:

@@ -334,7 +334,7 @@ class Curves:
             state = f"loss {result.loss:.4f}, {rate:,.0f} samples/s"
             self._bar.set_postfix_str(state, refresh=False)
             if self._bar.disable and now - self._said > SAY_EVERY:
-                print(f"step {result.step + 1}{self._of}: {state}", file=sys.stderr, flush=True)
+                print(f"step {result.step}{self._of}: {state}", file=sys.stderr, flush=True)
                 self._said = now
             self._writer.add_scalar("train/loss", result.loss, result.step)
             self._writer.add_scalar("train/samples_per_second", rate, result.step)

@@ -201,6 +201,17 @@ def check_declarations(tables: Sequence[Table], features: Sequence[Feature]) -> 
         raise ValueError(f"table {sorted(unread)[0]!r} is read by no feature; add a Feature for it or remove it")
 
 
+def declarations(tables: Sequence[Table], features: Sequence[Feature]) -> dict[str, object]:
+    """Everything that is declared, each with a name: what all workers must have in common."""
+    named: dict[str, Table | Feature] = {f"table {number}": table for number, table in enumerate(tables)}
+    named |= {f"feature {number}": feature for number, feature in enumerate(features)}
+    return {
+        f"{name}: {field.name}": getattr(thing, field.name)
+        for name, thing in named.items()
+        for field in dataclasses.fields(thing)
+    }
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The tail of an error message about an unknown name."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
+import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +28,12 @@ from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.engine import Engine
 from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup
+from nestpipe.engine.heartbeat import Heartbeat
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.step import StepOperations, StepResult, Store
 from nestpipe.engine.tuning import STEPS, Tuning
-from nestpipe.engine.versions import Versions
+from nestpipe.errors import TrainingError, describe, from_the_users_line
 from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.exchange.plan import ExchangePlan, place
 from nestpipe.exchange.transport import Transport
@@ -37,10 +42,32 @@ from nestpipe.metrics import NDCG, HitRate
 from nestpipe.schedule import SCHEDULES
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore, StoreStats
-from nestpipe.tables import Feature, Table, did_you_mean
+from nestpipe.tables import Feature, Table, declarations, did_you_mean
 
 log = logging.getLogger("nestpipe")
 T = TypeVar("T")
+P = ParamSpec("P")
+CLOSED = "it is closed"
+
+
+def _between_steps(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A method for which no batch may be in flight; `what` it does, for errors."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def checked_method(*args: P.args, **kwargs: P.kwargs) -> T:
+            trainer = args[0]
+            assert isinstance(trainer, Trainer)
+            trainer._must_be_quiet(what)
+            trainer._calls.append(what)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                trainer._calls.pop()
+
+        return checked_method
+
+    return decorate
 
 
 @dataclasses.dataclass
@@ -123,51 +150,75 @@ class Trainer:
         ExchangePlan(tables, features)
         process.join_group(data_timeout)
         self.group = dist.group.WORLD if dist.is_initialized() else None
-        # Keys, rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
-        self._keys, self._rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
-        self.rank, self.world = self._rows.rank, self._rows.world
-        self.model = model
-        self.steps = 0  # batches so far
-        self.config: dict[str, Any] | None = None  # what it was made from, if anything: goes into checkpoints, as JSON
-        self._taken = 0  # batches that this worker has taken from its data, those left out included
-        self._loader: Loader | None = None
-        self._stopped = False
-        self._saving: list[saved.Background] = []
-        self._lr_factor = 1.0
-        self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
-        self._skip = on_nonfinite == "skip"
-        self._data_timeout = data_timeout
-        self._names = [feature.name for feature in features]
-        refuse_mixing(model, rank=self.rank, world=self.world, micro_batches=micro_batches)
-        self._dense = Dense(model, dense_optimizer, self.group)
-        plan = ExchangePlan(tables, features, place(tables, features, self.world))
-        stores: list[Store] = []
-        self._rows.together(
-            lambda: stores.extend(
-                self._open_store(table, owners, seed, Path(storage))
-                for table, owners in zip(tables, plan.owners, strict=True)
-            ),
-            what="tables",
-        )
-        self._ops = StepOperations(
-            plan,
-            stores,
-            self._keys,
-            self._rows,
-            self._dense,
-            skip_nonfinite=self._skip,
-            versions=Versions(stores) if check_freshness else None,
-        )
-        # With one worker nothing travels, so that it makes no difference who is beside whom.
-        clustering = clustering if self.world > 1 else "none"
-        self._engine_options: dict[str, Any] = {"window_cache": window_cache, "clustering": clustering, "trace": record}
-        self._schedule, self._look_ahead = schedule, look_ahead
-        self._auto = micro_batches == "auto"
-        self._tuning = Tuning() if self._auto else None  # until it is done
-        self._set_micro_batches(1 if isinstance(micro_batches, str) else micro_batches)
-        self._arena = Arena()
-        self._told = False  # what travels how: said once, after the first batch has decided it
-        self._torn = False  # whether a failure has left tables in between two steps
+        # What is opened here is given up by `close`, when the trainer is dropped, or when this fails.
+        opened = contextlib.ExitStack()
+        self._close = weakref.finalize(self, opened.close)
+        try:
+            # Keys, rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
+            self._keys, self._rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
+            opened.callback(self._keys.close)
+            opened.callback(self._rows.close)
+            self.rank, self.world = self._rows.rank, self._rows.world
+            self.model = model
+            self.steps = 0  # batches so far
+            self.config: dict[str, Any] | None = None  # what it was made from: goes into checkpoints, as JSON
+            self._taken = 0  # batches that this worker has taken from its data, those left out included
+            self._loader: Loader | None = None
+            self._left: tuple[Any, Loader] | None = None  # an iterator, and who has read ahead in it
+            self._stopped = False
+            self._saving: list[saved.Background] = []
+            self._lr_factor = 1.0
+            self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
+            self._skip = on_nonfinite == "skip"
+            self._data_timeout = data_timeout
+            self._seed, self._storage = seed, Path(storage)
+            self._names = [feature.name for feature in features]
+            refuse_mixing(model, rank=self.rank, world=self.world, micro_batches=micro_batches)
+            dense: list[Dense] = []
+            self._rows.together(lambda: dense.append(Dense(model, dense_optimizer)), what="model and dense_optimizer")
+            (self._dense,) = dense
+            options = {"schedule": schedule, "micro_batches": micro_batches, "window_cache": window_cache,
+                       "clustering": clustering, "look_ahead": look_ahead, "seed": seed, "on_nonfinite": on_nonfinite,
+                       "record": record, "check_freshness": check_freshness}  # fmt: skip
+            self._rows.compare({**declarations(tables, features), **options, **self._dense.declared()})
+            if self.group is not None and self.world > 1:
+                self._dense.connect(self.group)
+            plan = ExchangePlan(tables, features, place(tables, features, self.world))
+            self._opened = opened
+            stores = self._open_stores(plan)
+            self._ops = StepOperations(
+                plan,
+                stores,
+                self._keys,
+                self._rows,
+                self._dense,
+                skip_nonfinite=self._skip,
+                check_freshness=check_freshness,
+            )
+            # With one worker nothing travels, so that it makes no difference who is beside whom.
+            clustering = clustering if self.world > 1 else "none"
+            self._engine_options: dict[str, Any] = {
+                "window_cache": window_cache,
+                "clustering": clustering,
+                "trace": record,
+            }
+            self._schedule, self._look_ahead = schedule, look_ahead
+            self._auto = micro_batches == "auto"
+            self._tuning = Tuning() if self._auto else None  # until it is done
+            self._set_micro_batches(1 if isinstance(micro_batches, str) else micro_batches)
+            self._arena = Arena()
+            self._told = False  # what travels how: said once, after the first batch has decided it
+            self._torn: str | None = None  # why tables are in between two steps, if they are
+            self._calls: list[str] = []  # of this trainer that are running, but for fit and step
+            if self.world > 1:
+                waiting = (self._keys, self._rows, self._dense)
+                heart = Heartbeat(
+                    self._rows, waiting, self._doing, timeout=process.patience(data_timeout).total_seconds()
+                )
+                opened.callback(heart.close)
+        except BaseException:
+            self._close()
+            raise
 
     def _set_micro_batches(self, count: int) -> None:
         self.micro_batches = count
@@ -177,19 +228,50 @@ class Trainer:
     def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
 
-    def _open_store(self, table: Table, owners: np.ndarray, seed: int, storage: Path) -> Store:
-        if table.tier == "memory":
-            return MemoryStore(table, seed=seed, owners=owners)
-        return DiskStore(table, seed=seed, owners=owners, rank=self.rank, folder=storage)
+    def _open_stores(self, plan: ExchangePlan) -> list[Store]:
+        stores: list[Store] = []
 
-    def close(self) -> None:
-        """Deletes the working files of tables on disk, after a moment for a checkpoint that is under way; the trainer cannot be
-        used after that."""
-        for one in self._saving:
-            one.close()
+        def open_all() -> None:
+            for table, owners in zip(plan.tables, plan.owners, strict=True):
+                if table.tier == "memory":
+                    stores.append(MemoryStore(table, seed=self._seed, owners=owners))
+                else:
+                    store = DiskStore(table, seed=self._seed, owners=owners, rank=self.rank, folder=self._storage)
+                    self._opened.callback(store.close)
+                    stores.append(store)
+
+        self._rows.together(open_all, what="tables")
+        return stores
+
+    def _empty_stores(self) -> None:
+        """As they were at the start."""
         for store in self._ops.stores:
             if isinstance(store, DiskStore):
                 store.close()
+        self._ops.use(self._open_stores(self._ops.plan))
+
+    def close(self) -> None:
+        """Deletes the working files of tables on disk, ends threads and connections, after a moment for a checkpoint that
+        is under way; the trainer cannot be used after that. A trainer that is dropped, or a program that ends, does the same."""
+        for one in self._saving:
+            one.close()
+        self._torn = CLOSED
+        self._close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _doing(self) -> tuple[str, float] | None:
+        """For others that wait for this worker: what it does, and since when; None if it waits as well, or is not asked to do
+        anything."""
+        waits = any(place.waiting_since is not None for place in (self._keys, self._rows, self._dense))
+        work = self._engine.longest_work()
+        if work is not None and not (waits and work[0].startswith("on_step")):
+            return work
+        return None if waits or not self._calls else (self._calls[-1], time.monotonic())
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -213,42 +295,78 @@ class Trainer:
         pauses = [pause_every] if isinstance(pause_every, int) else list(pause_every or ())
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
-        loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
+        self._must_be_quiet("train")
+        self._rows.compare({"fit(steps)": steps, "fit(pause_every)": pauses, "steps done before": self.steps})
+        left, self._left = self._left, None
+        loader = Loader(
+            batches,
+            self._names,
+            skip_nonfinite=self._skip,
+            timeout=self._data_timeout,
+            limit=steps,
+            after=left[1] if left is not None and left[0] is batches else None,
+        )
         self._loader, self._stopped = loader, False
         started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
+        problem: BaseException | None = None  # of the user's on_step
 
         def count(result: StepResult) -> None:
-            nonlocal samples, skipped, first, last
+            nonlocal samples, skipped, first, last, problem
             samples += result.samples
             skipped += result.skipped
             if result.weight and not result.skipped:
                 first, last = (result.loss if np.isnan(first) else first), result.loss
-            if on_step is not None:
+            if on_step is None or problem is not None:
+                return
+            try:
                 on_step(result)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                # All workers hear of it and stop after the same step, with nothing half done.
+                problem = error
+                self.stop()
+
+        def interrupted() -> None:
+            log.warning("Ctrl-C: training stops after the batches under way; press it again to stop at once")
+            self.stop()
+            loader.stop()
 
         try:
-            while steps is None or self.steps < begin + steps:
-                stop = sys.maxsize if steps is None else begin + steps
-                for every in pauses:
-                    stop = min(stop, self.steps - self.steps % every + every)
-                if self._tuning is not None:
-                    stop = min(stop, self.steps + STEPS)
-                    self._tuning.begin()
-                self._run(self._take, stop, count, abandon=loader.stop)
-                self._stopped = self._engine.stopped
-                if self._tuning is not None and not self._stopped:
-                    self._tune(self._tuning)
-                if self.steps < stop or self.stopped:
-                    break  # out of data, or asked to
+            with process.first_interrupt(interrupted) as asked:
+                while steps is None or self.steps < begin + steps:
+                    stop = sys.maxsize if steps is None else begin + steps
+                    for every in pauses:
+                        stop = min(stop, self.steps - self.steps % every + every)
+                    if self._tuning is not None:
+                        stop = min(stop, self.steps + STEPS)
+                        self._tuning.begin()
+                    self._run(self._take, stop, count, abandon=loader.stop)
+                    if self._rows.any(problem is not None):
+                        break
+                    self._stopped = self._engine.stopped
+                    if self._tuning is not None and not self._stopped:
+                        self._tune(self._tuning)
+                    if self.steps < stop or self.stopped:
+                        break  # out of data, or asked to
         finally:
             loader.close()
             self._taken, self._loader = self.position, None
-        if self.stopped:
+            # Who goes on with the same iterator gets what was read ahead and not trained on.
+            self._left = (batches, loader) if isinstance(batches, Iterator) else None
             self._ops.stop_asked = False  # it has been heard: training may go on with another call
+        try:
+            self._rows.raise_together(problem, what=f"on_step, after step {self.steps}")
+        except TrainingError as error:
+            raise (problem or from_the_users_line(error)) from None
+        if asked.is_set():
+            raise KeyboardInterrupt(f"training has stopped after step {self.steps}; it can go on from there")
         seconds = time.perf_counter() - started
         self.skipped += loader.skipped
         skipped += int(self._rows.sum(np.array([loader.skipped]))[0])
+        if self.steps == begin and steps != 0 and self.rank == 0:
+            log.warning("fit has trained nothing: no worker had a batch")
         return FitResult(self.steps - begin, samples, seconds, first, last, skipped)
 
     def _take(self) -> Batch | None:
@@ -292,6 +410,7 @@ class Trainer:
                 "micro_batches='auto' is measured by fit; give a number to a trainer whose loop is your own"
             )
         results: list[StepResult] = []
+        self._taken += batch is not None
 
         def read() -> Batch | None:
             if batch is None:
@@ -330,20 +449,29 @@ class Trainer:
                         log.info(line)
             on_step(result)
 
-        self.model.train()
+        if not self.model.training:  # modules that the user has put into eval mode inside a model that trains stay so
+            self.model.train()
         try:
             self._engine.run(read, first=self.steps, last=stop, on_step=finished, abandon=abandon)
-        except BaseException:
-            # Keys of batches that were not trained on have been counted and given rows, others' rows given up.
-            ahead = self._ops.retrieved - self.steps
-            self._torn = ahead > 0 or (ahead == 0 and any(self._ops.buffers))
+        except BaseException as error:
+            self._torn = self._engine.between(self.steps)
+            if isinstance(error, TrainingError):  # which all have: so they can tell each other
+                causes = self._rows.gather_objects(self._torn)
+                self._torn = next(
+                    (f"rank {rank}: {text}" for rank, text in enumerate(causes) if text is not None), None
+                )
+                from_the_users_line(error)
+            elif self.world > 1:
+                self._torn = f"this worker left alone ({describe(error)}), and the others are elsewhere"
             raise
 
     def _must_be_quiet(self, what: str) -> None:
-        if self._torn:
+        if self._torn == CLOSED:
+            raise ValueError(f"cannot {what}: the trainer is closed; make a new one")
+        if self._torn is not None:
             raise ValueError(
-                f"cannot {what}: training failed at step {self.steps} with later batches under way, so the tables are in "
-                f"between two steps; load a checkpoint into a new trainer"
+                f"cannot {what}: training ended in the middle of step {self.steps + 1}, and the tables are in between two steps "
+                f"({self._torn}); load a checkpoint into a new trainer"
             )
         if self._engine.in_flight:
             raise ValueError(
@@ -353,25 +481,32 @@ class Trainer:
 
     def scale_lr(self, factor: float) -> None:
         """Sets all learning rates, of rows and of the dense optimizer, to `factor` times what was declared."""
+        if not 0 <= factor < float("inf"):
+            raise ValueError(f"scale_lr: the factor must be a number of at least 0, got {factor}")
+        self._scale_row_lr(factor)
+        self._dense.scale_lr(factor)
+
+    def _scale_row_lr(self, factor: float) -> None:
         for store in self._ops.stores:
             store.lr = store.table.optimizer.lr * factor
-        self._dense.scale_lr(factor)
         self._lr_factor = factor
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
+    @_between_steps("evaluate")
     def evaluate(self, batches: Iterable[Batch], metrics: dict[str, Any]) -> dict[str, float]:
         """The mean loss, and metrics of the model's predictions against the labels, over all workers' batches.
 
         No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC().
         """
-        self._must_be_quiet("evaluate")
+        self._rows.compare({f"metric {name!r}": type(metric).__name__ for name, metric in metrics.items()})
         judged, totals = judge_losses(self.model, metrics)
         self._judge(batches, judged)
         loss, weight = self._rows.sum(totals).tolist()
         results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
         return {"loss": loss / weight if weight else float("nan"), **results}
 
+    @_between_steps("evaluate")
     def evaluate_ranking(
         self,
         batches: Iterable[Batch],
@@ -389,7 +524,6 @@ class Trainer:
         """
         if exclude_seen and history not in self._names:
             raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
-        self._must_be_quiet("evaluate")
         metrics: dict[str, Any] = {}
         for k in ks:
             metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
@@ -401,12 +535,12 @@ class Trainer:
         loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
         judge_all(self._ops, self._arena, self.model, loader, judge)
 
+    @_between_steps("read rows")
     def rows(self, table: str, keys: Tensor) -> Tensor:
         """The rows of any keys, [len(keys), dim], from whichever workers hold them. Every worker must call it.
 
         A key without a row gives the values it would be born with.
         """
-        self._must_be_quiet("read rows")
         (store,) = self._stores(table)
         declared = dataclasses.replace(store.table, pooled_at="source")
         plan = ExchangePlan([declared], [Feature("keys", table)], [store.owners])
@@ -428,10 +562,10 @@ class Trainer:
             raise ValueError(f"table {table!r}, {did_you_mean(str(table), [s.table.name for s in self._ops.stores])}")
         return stores
 
+    @_between_steps("save")
     def save(self, path: str | Path) -> None:
         """Writes tables, model, optimizers, random states and the place in the data to a new folder, which appears only when it
         is complete."""
-        self._must_be_quiet("save")
         saved.save(Path(path), self._content(), self._rows)
 
     def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
@@ -448,9 +582,9 @@ class Trainer:
         self._saving.append(made)
         return made
 
+    @_between_steps("save")
     def checkpoint(self, into: saved.Background) -> None:
         """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
-        self._must_be_quiet("save")
         into.wait()  # for the one before, if that is still being written
         into.begin(self._content(into.next_base()))
 
@@ -473,16 +607,30 @@ class Trainer:
 
         tables: only these of the checkpoint, into the tables of the same names; the others start anew.
         """
-        if self.steps:
-            raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
-        loaded = saved.load(Path(path), self._stores(), self._dense, self._rows, tables=tables)
+        if self._torn == CLOSED:
+            self._must_be_quiet("load")
+        used = self.steps > 0 or self._torn is not None or not all(store.is_empty for store in self._stores())
+        if self._rows.any(used):
+            raise ValueError(
+                f"load into a trainer that has not trained yet; this one has done {self.steps} steps"
+                + ("" if self.steps else " and failed in its first: it has looked up keys. Make a new one")
+            )
+        self._calls.append("load")
+        try:
+            loaded = saved.load(Path(path), self._stores(), self._dense, self._rows, tables=tables)
+        except BaseException:
+            self._empty_stores()  # all or nothing
+            raise
+        finally:
+            self._calls.pop()
         self.steps, settings = loaded.step, loaded.settings
         # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
         same = len(loaded.positions) == self.world
         self._taken = loaded.positions[self.rank] if same else sum(loaded.positions) // self.world
         if loaded.torch_rng is not None:
             saved.set_torch_rng(loaded.torch_rng)
-        self.scale_lr(settings["lr_factor"])
+        # Those of the dense optimizer have come with it: a scheduler of the user's own may have set them.
+        self._scale_row_lr(settings["lr_factor"])
         if self._tuning is not None and settings.get("micro_batches"):  # measured before
             self._tuning = None
             self._set_micro_batches(settings["micro_batches"])
@@ -491,18 +639,21 @@ class Trainer:
         for k in self._ops.plan.undecided:
             self._ops.plan.resume(k, settings["pooled_at_owner"].get(self._ops.plan.tables[k].name))
 
+    @_between_steps("compute the digest")
     def digest(self) -> str:
         """A hash over every table's (key, row, optimizer state) and the model's weights.
 
         The same for any order of rows and any number of workers that hold the same bits.
         """
-        self._must_be_quiet("compute the digest")
         sums = np.array([store.digest() for store in self._stores()], np.uint64)
         sums = self._rows.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
         total = hashlib.blake2b(digest_size=16)
         for store, (a, b) in sorted(zip(self._stores(), sums.tolist(), strict=True), key=lambda one: one[0].table.name):
             total.update(f"{store.table.name} {a:016x} {b:016x};".encode())
         for name, tensor in sorted(self.model.state_dict().items()):
+            if not isinstance(tensor, Tensor):  # get_extra_state
+                total.update(f"{name} {json.dumps(tensor, sort_keys=True)};".encode())
+                continue
             total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
@@ -519,15 +670,15 @@ class Trainer:
         """The first worker's value, on every worker."""
         return self._rows.gather_objects(value)[0]
 
+    @_between_steps("read the sizes of tables")
     def table_stats(self) -> dict[str, StoreStats]:
         """Rows and bytes of every table, summed over workers."""
-        self._must_be_quiet("read the sizes of tables")
         sums = self._rows.sum(np.array([store.stats() for store in self._stores()], np.int64))
         return {store.table.name: StoreStats(*row) for store, row in zip(self._stores(), sums.tolist(), strict=True)}
 
+    @_between_steps("count bytes")
     def bytes_sent(self) -> int:
         """Bytes of keys, rows and gradients that all workers together have sent to others so far."""
-        self._must_be_quiet("count bytes")
         return int(self._rows.sum(np.array([self._keys.bytes_sent + self._rows.bytes_sent]))[0])
 
     def save_trace(self, folder: str | Path) -> None:

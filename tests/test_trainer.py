@@ -155,7 +155,7 @@ def test_the_loss_of_a_step_is_the_sum_of_losses_by_the_sum_of_weights(by_token:
     losses = trainer.model(batch, rows).losses.detach().double().sum()
     weight = float(tokens(batch.keys["list"]).sum()) if by_token else 11.0
     result = trainer.step(batch)
-    assert result is not None and result.weight == weight and result.step == 0 and not result.skipped
+    assert result is not None and result.weight == weight and result.step == 1 and not result.skipped
     assert result.loss == pytest.approx(float(losses) / weight, rel=1e-6)
 
 

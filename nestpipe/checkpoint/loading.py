@@ -16,7 +16,16 @@ import torch
 from safetensors.torch import load as tensors_from_bytes
 
 from nestpipe.checkpoint import manifest as manifests
-from nestpipe.checkpoint.manifest import DENSE, OPTIMIZER, OPTIMIZER_SETTINGS, Damaged, Manifest, state_file, table_file
+from nestpipe.checkpoint.manifest import (
+    DENSE,
+    EXTRA,
+    OPTIMIZER,
+    OPTIMIZER_SETTINGS,
+    Damaged,
+    Manifest,
+    state_file,
+    table_file,
+)
 from nestpipe.checkpoint.saving import declared
 from nestpipe.engine.dense import Dense
 from nestpipe.exchange.transport import Transport
@@ -51,8 +60,10 @@ def load(
     chain = _alike(transport, lambda: manifests.chain(path))
     wanted = _alike(transport, lambda: _wanted(chain[0], stores, tables))
     _alike(transport, lambda: _check(chain, transport))
+    put_dense = _alike(transport, lambda: _read_dense(chain[0].path, dense))
     loaded: list[Loaded] = []
-    transport.together(lambda: loaded.append(_read_all(chain, wanted, dense, transport)), what="checkpoint")
+    transport.together(lambda: loaded.append(_read_all(chain, wanted, transport)), what="checkpoint")
+    put_dense()  # when nothing can go wrong any more
     return loaded[0]
 
 
@@ -103,12 +114,11 @@ def _wanted(manifest: Manifest, stores: Sequence[TableStore], tables: Sequence[s
     return [here[name] for name in names]
 
 
-def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], dense: Dense, transport: Transport) -> Loaded:
+def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport: Transport) -> Loaded:
     newest = chain[0]
     path, world = newest.path, newest.world
     states = [json.loads((path / state_file(rank, world)).read_text()) for rank in range(world)]
     rng = base64.b64decode(states[transport.rank]["torch_rng"]) if world == transport.world else None
-    _load_dense(path, dense)
     saved = {table["name"]: table for table in newest.tables}
     for store in stores:
         for worker in _writers(newest, store, transport):
@@ -180,30 +190,56 @@ def _load_unchanged(chain: Sequence[Manifest], store: TableStore, transport: Tra
                     store.put(some[wanted], records[wanted])
 
 
-def _load_dense(path: Path, dense: Dense) -> None:
-    """Both are read and compared before either is changed."""
-    weights = tensors_from_bytes((path / DENSE).read_bytes())
+def _read_dense(path: Path, dense: Dense) -> Callable[[], None]:
+    """Reads the model and its optimizer and compares them with what is here; what it returns puts them there."""
+    content = (path / DENSE).read_bytes()
+    weights: dict[str, Any] = {**tensors_from_bytes(content), **_extra_state(content)}
     here = dense.model.state_dict()
     if set(weights) != set(here):
         odd = sorted(set(weights) ^ set(here))[0]
         where = "here but not in it" if odd in here else "in it but not here"
         raise ValueError(f"{path}: the model of the checkpoint is another one: {odd!r} is {where}")
     for name, tensor in weights.items():
-        if tensor.shape != here[name].shape:
+        if isinstance(tensor, torch.Tensor) and tensor.shape != here[name].shape:
             raise ValueError(
                 f"{path}: the model of the checkpoint is another one: {name!r} has shape {tuple(tensor.shape)} in it, "
                 f"{tuple(here[name].shape)} here"
             )
-    optimizer = dense.optimizer
-    if optimizer is not None:
-        settings = json.loads((path / OPTIMIZER_SETTINGS).read_text())
-        state: dict[int, dict[str, Any]] = {}
-        tensors = tensors_from_bytes((path / OPTIMIZER).read_bytes())
-        for key, value in [*tensors.items(), *settings["plain"].items()]:
-            index, name = key.split(".", 1)
-            state.setdefault(int(index), {})[name] = value
-        optimizer.load_state_dict({"state": state, "param_groups": settings["param_groups"]})
-    dense.model.load_state_dict(weights)
+    optimizer, state = dense.optimizer, None if dense.optimizer is None else _read_optimizer(path, dense.optimizer)
+
+    def put() -> None:
+        if optimizer is not None:
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
+        dense.model.load_state_dict(weights)
+
+    return put
+
+
+def _extra_state(content: bytes) -> dict[str, Any]:
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header.get("__metadata__", {}).get(EXTRA, "{}"))
+
+
+def _read_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    if not (path / OPTIMIZER_SETTINGS).exists():
+        raise ValueError(f"{path} has no dense optimizer; the model had nothing to train when it was saved")
+    settings = json.loads((path / OPTIMIZER_SETTINGS).read_text())
+    groups, here = settings["param_groups"], optimizer.param_groups
+    sizes, sizes_here = ([len(group["params"]) for group in some] for some in (groups, here))
+    if sizes != sizes_here:
+        raise ValueError(
+            f"{path}: the dense optimizer of the checkpoint has groups of {sizes} parameters, the one here has {sizes_here}"
+        )
+    for group, group_here in zip(groups, here, strict=True):
+        for name, value in group_here.items():
+            if isinstance(value, torch.Tensor) and name in group:
+                group[name] = torch.tensor(group[name], dtype=value.dtype, device=value.device)
+    state: dict[int, dict[str, Any]] = {}
+    tensors = tensors_from_bytes((path / OPTIMIZER).read_bytes())
+    for key, value in [*tensors.items(), *settings["plain"].items()]:
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    return {"state": state, "param_groups": groups}
 
 
 def set_torch_rng(state: bytes) -> None:

@@ -22,6 +22,7 @@ from urllib.parse import quote
 FORMAT = 2
 MANIFEST, SUM = "manifest.json", "manifest.sum"
 DENSE, OPTIMIZER, OPTIMIZER_SETTINGS = "dense.safetensors", "dense-optimizer.safetensors", "dense-optimizer.json"
+EXTRA = "extra_state"  # of the model, as JSON, in the metadata of DENSE
 BLOCK = 1 << 20
 _NAME = re.compile(r"step-(\d{9,})")
 

@@ -28,6 +28,7 @@ from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.forked import Child, fork
 from nestpipe.checkpoint.manifest import (
     DENSE,
+    EXTRA,
     OPTIMIZER,
     OPTIMIZER_SETTINGS,
     Manifest,
@@ -93,7 +94,9 @@ def save(path: Path, content: Content, transport: Transport) -> None:
     first = transport.rank == 0
     try:
         transport.together((lambda: _make_empty(partial)) if first else None, what="checkpoint")
-        parts = _parts(content, transport.rank, transport.world, save_table=_save_table)
+        parts: list[Part] = []
+        make = bound(_parts, content, transport.rank, transport.world, save_table=_save_table)
+        transport.together(lambda: parts.extend(make()), what="checkpoint")
         transport.together(lambda: _write_part(partial, parts, transport.rank), what="checkpoint")
         finish = _finisher(partial, path, content, transport.world)
         transport.together(finish if first else None, what="checkpoint")
@@ -141,14 +144,14 @@ class Background:
                 _make_empty(partial)
             for store in content.stores:
                 store.freeze()
-        except OSError as error:
+            parts = _parts(content, transport.rank, transport.world, save_table=_save_frozen)
+        except Exception as error:
             problem = error
         self._stores = content.stores
         told = transport.gather_objects((exists, _described(problem)))
         if told[0][0] or self._failed([text for _, text in told], content.step):
             self._clear(partial)
             return
-        parts = _parts(content, transport.rank, transport.world, save_table=_save_frozen)
         finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
 
         def work() -> None:
@@ -260,17 +263,25 @@ def _parts(content: Content, rank: int, world: int, *, save_table: Callable[...,
     }
     parts.append((state_file(rank, world), _writer(json.dumps(state).encode())))
     if rank == 0:
-        # Clones, because the format refuses tensors that share memory: tied weights.
-        weights = {
-            name: tensor.detach().cpu().contiguous().clone()
-            for name, tensor in content.dense.model.state_dict().items()
-        }
-        parts.append((DENSE, _writer(tensors_to_bytes(weights))))
+        parts.append((DENSE, _writer(_model_bytes(content.dense.model))))
         if content.dense.optimizer is not None:
             parts += _optimizer_parts(content.dense.optimizer)
     for store in content.stores:
         store.records(np.empty(0, np.int64))  # its kernels are loaded now, not by a process that must not take locks
     return parts
+
+
+def _model_bytes(model: torch.nn.Module) -> bytes:
+    state = model.state_dict()
+    # Clones, because the format refuses tensors that share memory: tied weights.
+    weights = {n: t.detach().cpu().contiguous().clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
+    extra = {name: value for name, value in state.items() if name not in weights}
+    try:
+        return tensors_to_bytes(weights, metadata={EXTRA: json.dumps(extra)})
+    except TypeError as error:
+        raise ValueError(
+            f"the model's {next(iter(extra))} ({error}) can only be saved if get_extra_state gives a tensor or what JSON holds"
+        ) from None
 
 
 def _writer(content: bytes) -> Callable[[Path], None]:
@@ -286,7 +297,11 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
                 tensors[f"{index}.{name}"] = value.detach().cpu().contiguous().clone()
             else:
                 plain[f"{index}.{name}"] = value
-    settings = {"plain": plain, "param_groups": state["param_groups"]}
+    groups = [
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        for group in state["param_groups"]
+    ]
+    settings = {"plain": plain, "param_groups": groups}
     text = (json.dumps(settings, indent=1) + "\n").encode()
     return [(OPTIMIZER, _writer(tensors_to_bytes(tensors))), (OPTIMIZER_SETTINGS, _writer(text))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,47 +11,79 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
-from nestpipe.engine.reducer import Reducer
-from nestpipe.errors import TrainingError
+from nestpipe.engine.reducer import Reducer, all_finite
 from nestpipe.process import current_device
 
 
 class Dense:
-    """Forward, backward and update of the model's own parameters."""
+    """Forward, backward and update of the model's own parameters: all of them, also those that are frozen at first."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Callable[[Any], torch.optim.Optimizer],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        for name, tensor in _tensors(model):
+            if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+                raise ValueError(
+                    f"the model's {name} has no shape yet (a lazy module); give the module its sizes, or run one forward "
+                    f"before the Trainer is made"
+                )
         self.device = current_device()
         self.model = model.to(self.device)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = [parameter for _, parameter in named]
+        self._names, self._parameters = [], []
+        for name, parameter in model.named_parameters():
+            self._names.append(name)
+            self._parameters.append(parameter)
+        self.optimizer = _checked_optimizer(optimizer(self._parameters)) if self._parameters else None
         self._reducer: Reducer | None = None
-        if group is not None and dist.get_world_size(group) > 1:
-            _check_alike(model, group)
-            for tensor in model.state_dict().values():
-                if isinstance(tensor, Tensor):
-                    dist.broadcast(tensor, src=0, group=group)
-            self._reducer = Reducer(named, group) if named else None
-        self.optimizer = optimizer(self._parameters) if self._parameters else None
+        self.waiting_since: float | None = None  # for other workers' gradients, by time.monotonic()
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """From here on the first worker's values are everybody's, and gradients are summed over workers. All have made the same
+        model: see `declared`."""
+        for _, tensor in _tensors(self.model):
+            _broadcast(tensor.detach(), group)
+        if self._parameters:
+            self._reducer = Reducer(list(zip(self._names, self._parameters, strict=True)), group)
+
+    def declared(self) -> dict[str, Any]:
+        """What must be the same on every worker: else sums would add up gradients of different things, or hang."""
+        model = {f"model: {name}": (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _tensors(self.model)}
+        kind = {"dense_optimizer": type(self.optimizer).__name__}
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        settings = {
+            f"dense_optimizer: {name} of group {number}": len(value) if name == "params" else value
+            for number, group in enumerate(groups)
+            for name, value in group.items()
+            if isinstance(value, (int, float, str, tuple, Tensor)) or name == "params"
+        }
+        return {**model, **kind, **settings}
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
         return checked_output(self.model(batch, rows), batch.size)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """`last`: of the step, so that the sum over workers can begin with what is complete."""
-        if last and self._reducer is not None:
-            self._reducer.begin_last()
-        if loss.requires_grad:
+        if self._reducer is not None:
+            self._reducer.backward(loss, last=last)
+        else:
             loss.backward()
+
+    def not_finite(self) -> str | None:
+        """The name of a parameter whose gradient, of this worker's samples, is not finite; after the last backward."""
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._reducer.finite() if self._reducer is not None else all_finite(grads):
+            return None
+        named = zip(self._names, self._parameters, strict=True)
+        return next(
+            (name for name, p in named if p.grad is not None and not torch.isfinite(p.grad).all()), self._names[0]
+        )
 
     def reduce(self) -> None:
         """Gradients become sums over all workers. Every worker takes part, also one that had no backward."""
         if self._reducer is not None:
-            self._reducer.finish()
+            self.waiting_since = time.monotonic()
+            try:
+                self._reducer.finish()
+            finally:
+                self.waiting_since = None
 
     def update(self, scale: float) -> None:
         """Multiplies the sum of gradients over all workers by scale (1 / global weight) and steps the optimizer."""
@@ -64,29 +97,39 @@ class Dense:
     def scale_lr(self, factor: float) -> None:
         """Every learning rate of the optimizer becomes `factor` times what it was at the start."""
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+            if "initial_lr" not in group:
+                lr = group["lr"]
+                group["initial_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+            group["lr"] = group["initial_lr"] * factor
 
     def forget(self) -> None:
         """Drops gradients."""
         if self._reducer is not None:
             self._reducer.clear()
-        elif self.optimizer is not None:
-            self.optimizer.zero_grad()
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
 
 
-def _check_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Every worker must have built the same model: else sums would add up gradients of different things, or hang."""
-    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items() if isinstance(t, Tensor)]
-    mine += [(name, (), str(p.requires_grad)) for name, p in model.named_parameters()]
-    all_workers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(all_workers, mine, group=group)
-    for rank, other in enumerate(all_workers):
-        if other != all_workers[0]:
-            differs = sorted(set(map(str, other)) ^ set(map(str, all_workers[0])))
-            raise TrainingError(
-                f"the model of rank {rank} is not that of rank 0: {', '.join(differs[:3])}; build the same model on every worker",
-                is_ours=dist.get_rank(group) == rank,
-            )
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, also those that are not saved with the model."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    whole = tensor.contiguous()
+    dist.broadcast(whole, src=0, group=group)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)
+
+
+def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    if not all(hasattr(optimizer, name) for name in ("step", "param_groups", "state_dict", "load_state_dict")):
+        raise ValueError(
+            f"dense_optimizer returned {type(optimizer).__name__}; it must return a torch optimizer made from the parameters "
+            f"that it is given, as in dense_optimizer=lambda p: torch.optim.Adam(p, 1e-3)"
+        )
+    return optimizer
 
 
 def checked_output(output: Any, size: int) -> Output:

@@ -13,13 +13,14 @@ import torch
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch
 from nestpipe.engine.lanes import Lanes
+from nestpipe.engine.ledger import Ledger
 from nestpipe.engine.step import Context, StepOperations, StepResult
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.check import require
-from nestpipe.schedule.ops import COMPUTE, Schedule, Task
+from nestpipe.schedule.ops import COMPUTE, Op, Schedule, Task
 from nestpipe.trace.record import Event, RankTrace, wall_offset_ns
 
 TRACED = 500_000  # operations that are kept, the newest ones
@@ -56,6 +57,8 @@ class Engine:
         self._dedup = Deduplicator()
         self._pinned = ops.dense.device.type != "cpu"
         self._contexts: dict[int, Context] = {}
+        self._ledger = Ledger(0)
+        self._running: dict[str, tuple[Op, float]] = {}  # by lane: an operation and when it began
         self._arenas: list[Arena] = []  # of finished batches, to be used again
         self._events: collections.deque[Event] | None = collections.deque(maxlen=TRACED) if trace else None
         self._num_events = 0
@@ -86,14 +89,35 @@ class Engine:
         self._held: StepResult | None = None
         self.stopped = False
         self._contexts.clear()
+        self._ledger = Ledger(first)
         self.ops.begin()
         try:
             self._lanes.run(first, last)
+            self.ops.settle(last)
         finally:
             self._contexts.clear()
-        self.ops.settle(last)
+            self._running.clear()
         if self._held is not None:
-            on_step(self._held)
+            self._tell(self._held)
+
+    def _tell(self, result: StepResult) -> None:
+        self._running[COMPUTE] = Op("on_step", result.step), time.monotonic()
+        self._on_step(result)
+        self._running.pop(COMPUTE, None)
+
+    def between(self, steps: int) -> str | None:
+        """After a run that has failed: why the tables are not as `steps` steps left them, or None if they are."""
+        if self._lanes.stuck:
+            return f"lane {self._lanes.stuck[0]} has not come back"
+        forgives = not any(store.counts for store in self.ops.stores)
+        return self._ledger.between(steps, failed=self._lanes.failed, forgives=forgives)
+
+    def longest_work(self) -> tuple[str, float] | None:
+        """The operation that has been running for longest without waiting for another worker, and since when."""
+        running = list(self._running.values())
+        return min(
+            ((str(op), since) for op, since in running if not op.meets), key=lambda entry: entry[1], default=None
+        )
 
     def recorded(self, *, rank: int, world: int, clear: bool = False) -> RankTrace:
         """What ran when, since the start or since it was cleared."""
@@ -117,10 +141,12 @@ class Engine:
 
     def _execute(self, task: Task) -> None:
         start = time.perf_counter_ns()
+        self._running[task.lane] = task.op, time.monotonic()
         if self.around is None:
             self._do(task)
         else:
             self.around(task, lambda: self._do(task))
+        self._running.pop(task.lane, None)
         if self._events is not None:
             name, batch, part = task.op
             shown = part if self._num_parts[name] > 1 else None
@@ -132,6 +158,7 @@ class Engine:
         name, batch, part = task.op
         ops = self.ops
         ctx = self._open(batch) if name == op.PREFETCH else self._contexts[batch]
+        self._ledger.begin(task.op)
         match name:
             case op.PREFETCH:
                 pass
@@ -169,12 +196,14 @@ class Engine:
                 self._arenas.append(self._contexts.pop(batch).arena)
             case _:
                 raise AssertionError(name)
+        if not ctx.cut_short:
+            self._ledger.end(task.op)
         if name == self._closing:
             assert ctx.result is not None
             if batch == self._last - 1:
                 self._held = ctx.result
             else:
-                self._on_step(ctx.result)
+                self._tell(ctx.result)
 
     def _open(self, number: int) -> Context:
         arena = self._arenas.pop() if self._arenas else Arena()

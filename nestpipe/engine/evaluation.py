@@ -39,9 +39,10 @@ def lookup(
 def judge_all(ops: StepOperations, arena: Arena, model: nn.Module, loader: Loader, judge: Judge) -> None:
     """Calls judge(batch, rows) for each batch of this worker, and serves rows until no worker has batches left. What goes
     wrong on one worker is raised on all."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode: what a model caches meanwhile must be of use in training
             for number in itertools.count():
                 batch, error = None, None
                 try:
@@ -56,10 +57,11 @@ def judge_all(ops: StepOperations, arena: Arena, model: nn.Module, loader: Loade
                         judge(*ops.inputs(ctx, 0, train=False))
                 except Exception as problem:
                     ctx.error = problem
-                ops.agree(ctx)
+                ops.agree(ctx, train=False)
     finally:
         loader.close()
-        model.train()
+        for module, training in modes:
+            module.training = training
 
 
 def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.ndarray]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from nestpipe.engine.streams import Streams
@@ -51,6 +52,8 @@ class Lanes:
         self._done: dict[tuple[str, int], int] = {}  # (name, part) -> last batch
         self._cut: dict[str, int] = {}  # lane -> the batch from which on it does nothing
         self._failures: list[tuple[int, BaseException]] = []
+        self.failed = first  # the batch in which something went wrong
+        self.stuck: list[str] = []  # lanes that have not come back after a failure
         self._stop_all = False
         self._streams = Streams(self._schedule.lanes)
         threads = [
@@ -58,14 +61,23 @@ class Lanes:
             for lane in self._schedule.lanes
             if lane != COMPUTE
         ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._run_lane(COMPUTE)
+            for thread in threads:
+                thread.join(LEAVE if self._stop_all else None)
+        except BaseException as failure:  # Ctrl-C, between two tasks
+            self._fail(COMPUTE, first, failure)
+        deadline = time.monotonic() + LEAVE
         for thread in threads:
-            thread.start()
-        self._run_lane(COMPUTE)
-        for thread in threads:
-            thread.join(LEAVE if self._stop_all else None)
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self.stuck = [thread.name.removeprefix("nestpipe-") for thread in threads if thread.is_alive()]
         if self._failures:
             # A lower batch fails first in a serial run; among equals, the one that came first.
-            raise min(self._failures, key=lambda failure: failure[0])[1]
+            self.failed, earliest = min(self._failures, key=lambda entry: entry[0])
+            raise earliest
 
     def stop_before(self, batch: int) -> None:
         with self._lock:
@@ -81,14 +93,16 @@ class Lanes:
                 return
             for of_step in self._tasks_of[lane]:
                 task = of_step.at(t)
-                if task.op.batch < self._first or not self._wait(task):
+                if task.op.batch < self._first:
                     continue
                 try:
+                    if not self._wait(task):
+                        continue
                     self._streams.wait(task)
                     self._execute(task)
                     self._streams.done(task)
                 except BaseException as failure:
-                    self._fail(task, failure)
+                    self._fail(lane, task.op.batch, failure)
                     continue
                 with self._lock:
                     done = task.op.name, task.op.part
@@ -121,10 +135,10 @@ class Lanes:
         for lane in lanes:
             self._changed[lane].notify()
 
-    def _fail(self, task: Task, failure: BaseException) -> None:
+    def _fail(self, lane: str, batch: int, failure: BaseException) -> None:
         with self._lock:
-            self._failures.append((task.op.batch, failure))
+            self._failures.append((batch, failure))
             self._stop_all |= not isinstance(failure, TrainingError)
-            self._leave(task.lane, self._first if self._stop_all else task.op.batch)
+            self._leave(lane, self._first if self._stop_all else batch)
         # Batches before the failing one have long been read: the source is not asked again.
         self._on_failure()

@@ -16,11 +16,15 @@ class _End:
     pass
 
 
+_Entry = tuple[Batch | BaseException | _End, int]
+
+
 class Loader:
     """`next()` gives the next batch, or None for good once there are no more; what went wrong while reading is raised there.
 
     skipped counts batches left out so far because an input was not finite (only if skip_nonfinite).
     limit: how many batches will be asked for; no more are taken from `batches`, so that another loader may go on there.
+    after: a closed loader of the same iterator: what it has read and not given out comes first.
     """
 
     def __init__(
@@ -31,21 +35,24 @@ class Loader:
         skip_nonfinite: bool,
         timeout: float,
         limit: int | None = None,
+        after: Loader | None = None,
     ) -> None:
         self.skipped = 0
         self._names, self._skip, self._timeout = list(feature_names), skip_nonfinite, timeout
         self._limit = limit
         # Each with the number of batches skipped before it: the thread may be ahead of what was asked for.
-        self._queue: queue.Queue[tuple[Batch | BaseException | _End, int]] = queue.Queue(AHEAD)
+        self._queue: queue.Queue[_Entry] = queue.Queue(AHEAD)
         self._closed = threading.Event()
         self._ended = False
+        self._unread: list[_Entry] = []  # what the thread could not give any more
+        self._left, self._read_before = after._rest() if after is not None else ([], 0)
         self._thread = threading.Thread(target=self._read, args=(batches,), name="nestpipe-data", daemon=True)
         self._thread.start()
 
     def _read(self, batches: Iterable[Batch]) -> None:
-        offered = skipped = 0
+        offered, skipped = len(self._left), self._read_before
         try:
-            for batch in batches if self._limit != 0 else ():
+            for batch in batches if self._limit is None or offered < self._limit else ():
                 try:
                     checked(batch, self._names)
                 except NotFinite:
@@ -69,18 +76,34 @@ class Loader:
                 return True
             except queue.Full:
                 pass
+        self._unread.append((item, skipped))
         return False
+
+    def _rest(self) -> tuple[list[_Entry], int]:
+        """Of a closed loader: batches that were read and not given out, and how many were skipped after the last that was.
+        Waits for the source to give the batch that it has been asked for."""
+        self._thread.join(self._timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"the data has not given the batch that it was asked for before fit returned, for {self._timeout:g} s; give fit "
+                f"another iterator, or raise data_timeout"
+            )
+        read = [*self._left, *self._queue.queue, *self._unread]
+        rest = [(item, skipped - self.skipped) for item, skipped in read if not isinstance(item, _End)]
+        return rest, max(0, *(skipped - self.skipped for _, skipped in read), 0)
 
     def next(self) -> Batch | None:
         if self._ended or self._closed.is_set():
             return None
         try:
-            item, skipped = self._queue.get(timeout=self._timeout)
+            item, skipped = self._left.pop(0) if self._left else self._queue.get(timeout=self._timeout)
         except queue.Empty:
             self._ended = True  # nobody waits for it a second time
             raise TimeoutError(
                 f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
             ) from None
+        if isinstance(item, _End) and self._closed.is_set():
+            return None  # ours
         self.skipped = max(self.skipped, skipped)
         self._ended = not isinstance(item, Batch)
         if isinstance(item, _End):

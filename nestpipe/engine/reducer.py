@@ -30,8 +30,11 @@ class _Bucket:
 
 
 class Reducer:
-    """parameters: with their names, in the order of the model, the same on every worker; their `grad` is a view into a
-    buffer from here on. A parameter without a gradient anywhere has None at the end, as if there were one worker.
+    """parameters: all of the model, with their names, in its order, the same on every worker. Their `grad` is a view into a
+    buffer from `clear` on. A parameter without a gradient anywhere has None at the end, as if there were one worker.
+
+    Frozen parameters cost nothing. One that gets a gradient all the same has been unfrozen since: it is summed after the
+    others, on every worker, and with them from the next step on.
 
     Sums have one order, whatever the timing: buckets are summed whole, and start in one order on every worker.
     """
@@ -39,41 +42,41 @@ class Reducer:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
         self._group, self._names = group, [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: list[int] = [0] * len(parameters)
-        self._views: list[Tensor] = [torch.empty(0)] * len(parameters)
+        self._frozen = [i for i, parameter in enumerate(self._parameters) if not parameter.requires_grad]
+        self._unhooked = [i for i, parameter in enumerate(self._parameters) if parameter.requires_grad]
         self._used = [False] * len(parameters)
-        self._last = False  # whether this is the backward that completes gradients
+        self._ours = False  # whether a backward of ours is running: the model may have other users
+        self._last = False  # whether it is the one that completes gradients
+        self._hold = False  # whether the last bucket, which tells who has used what, must wait for the end of it
         self._next = 0  # the first bucket that has not started
         self._twice = ""  # a parameter whose gradient came after its bucket had started
-        for members in self._deal():
-            self._open(members)
-        # Weakly: torch keeps hooks where the garbage collector does not look. A reducer that they held would never go, nor would
-        # its group, whose threads wake up a hundred times a second.
-        me = weakref.ref(self)
-        for i, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(_hook(me, i))
+        self._deal()
         self.clear()
 
-    def _deal(self) -> list[list[int]]:
+    def _deal(self) -> None:
         """Backward completes gradients from the last parameter to the first; so go the buckets."""
-        buckets: list[list[int]] = []
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, int] = {}
+        self._views: dict[int, Tensor] = {}
+        members: list[list[int]] = []
         size, kind = 0, None
-        for i in reversed(range(len(self._parameters))):
+        for i in sorted(set(range(len(self._parameters))) - set(self._frozen), reverse=True):
             parameter = self._parameters[i]
             this, num_bytes = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
-            if not buckets or this != kind or size + num_bytes > BUCKET_BYTES:
-                buckets.append([])
+            if not members or this != kind or size + num_bytes > BUCKET_BYTES:
+                members.append([])
                 size, kind = 0, this
-            buckets[-1].append(i)
+            members[-1].append(i)
             size += num_bytes
-        return buckets
+        for number, some in enumerate(members):
+            self._open(some, extra=len(self._parameters) if number == len(members) - 1 else 0)
+        if not members:  # all frozen: who has used what must be told all the same
+            self._buckets.append(_Bucket(torch.zeros(len(self._parameters), device=self._parameters[0].device), 0))
 
-    def _open(self, members: Sequence[int]) -> None:
+    def _open(self, members: Sequence[int], *, extra: int) -> None:
+        """extra: floats behind the gradients; the last bucket has them, to tell who has used what."""
         parameters = [self._parameters[i] for i in members]
-        total = sum(parameter.numel() for parameter in parameters)
-        if members[-1] == 0:
-            total += len(self._parameters)  # the last one also tells who has used what
+        total = sum(parameter.numel() for parameter in parameters) + extra
         buffer = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
         start = 0
         for i, parameter in zip(members, parameters, strict=True):
@@ -82,8 +85,28 @@ class Reducer:
             start += parameter.numel()
         self._buckets.append(_Bucket(buffer, len(parameters)))
 
+    def _hook(self) -> None:
+        # Weakly: torch keeps hooks where the garbage collector does not look. A reducer that they held would never go, nor would
+        # its group, whose threads wake up a hundred times a second.
+        me = weakref.ref(self)
+        for i in [i for i in self._unhooked if self._parameters[i].requires_grad]:
+            self._parameters[i].register_post_accumulate_grad_hook(_hook(me, i))
+            self._unhooked.remove(i)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """last: this one completes the gradients: buckets start as they fill."""
+        self._hook()
+        self._ours, self._last = True, last
+        self._hold = any(self._parameters[i].requires_grad for i in self._frozen)
+        try:
+            loss.backward()
+        finally:
+            self._ours = False
+
     def _completed(self, i: int, parameter: Tensor) -> None:
         """The gradient of a parameter is there."""
+        if not self._ours:
+            return
         self._used[i] = True
         if parameter.grad is not self._views[i] and parameter.grad is not None:
             # A backward that puts a gradient in place of the one that was there.
@@ -94,20 +117,21 @@ class Reducer:
             if bucket.work is not None:
                 self._twice = self._names[i]
             bucket.ready += 1
-            while self._next < len(self._buckets) and self._buckets[self._next].ready >= self._buckets[self._next].size:
+            while self._next < len(self._buckets) - self._hold and self._is_full(self._next):
                 self._start()
+
+    def _is_full(self, bucket: int) -> bool:
+        return self._buckets[bucket].ready >= self._buckets[bucket].size
 
     def _start(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         if self._next == len(self._buckets):
+            for i in self._frozen:
+                self._used[i] = self._parameters[i].grad is not None
             flags = torch.tensor(self._used, dtype=bucket.buffer.dtype)
             bucket.buffer[-len(self._used) :] = flags.to(bucket.buffer.device)
         bucket.work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
-
-    def begin_last(self) -> None:
-        """The backward that comes now completes the gradients: buckets start as they fill."""
-        self._last = True
 
     def finish(self) -> None:
         """Starts what has not started yet and waits for all; gradients are sums over workers then."""
@@ -125,9 +149,29 @@ class Reducer:
                 f"the other workers; with torch.utils.checkpoint, use use_reentrant=False"
             )
         flags = self._buckets[-1].buffer[-len(self._used) :].tolist()
+        for i in [i for i in self._frozen if flags[i]]:
+            self._thaw(i)
         for parameter, used in zip(self._parameters, flags, strict=True):
             if not used:
                 parameter.grad = None
+
+    def _thaw(self, i: int) -> None:
+        """Sums the gradient of a parameter that some worker has unfrozen; all know of it by now."""
+        parameter = self._parameters[i]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad.contiguous()
+        dist.all_reduce(gradient, group=self._group)
+        parameter.grad = gradient
+        self._frozen.remove(i)
+        self._unhooked.append(i)
+
+    def finite(self) -> bool:
+        """Whether this worker's gradients are; sums that are on their way are as good as what they are made of."""
+        outside = [self._parameters[i].grad for i in self._frozen]
+        return all_finite(
+            [*(bucket.buffer for bucket in self._buckets), *(grad for grad in outside if grad is not None)]
+        )
 
     def clear(self) -> None:
         """Gradients are zero, and where they belong."""
@@ -137,10 +181,20 @@ class Reducer:
                 bucket.work = None
             bucket.ready = 0
             bucket.buffer.zero_()
+        if len(self._views) + len(self._frozen) != len(self._parameters):
+            self._deal()
         self._next, self._last = 0, False
         self._used = [False] * len(self._used)
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
+        for i, parameter in enumerate(self._parameters):
+            parameter.grad = self._views.get(i)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """One pass: a sum is finite unless an entry is not (or it overflows, which the slow path sorts out)."""
+    if not tensors:
+        return True
+    sums = torch.stack([tensor.sum().double() for tensor in tensors])
+    return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _hook(reducer: weakref.ref[Reducer], i: int) -> Callable[[Tensor], None]:

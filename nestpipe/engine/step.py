@@ -20,7 +20,9 @@ from nestpipe.batch import Batch, Jagged, Output
 from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.mixing import warn_if_mixed
+from nestpipe.engine.reducer import all_finite
 from nestpipe.engine.versions import Versions
+from nestpipe.errors import TrainingError
 from nestpipe.exchange.layout import Layout, Sizes, payload_layout
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
@@ -36,12 +38,15 @@ Store = MemoryStore | DiskStore
 
 OUT_OF_DATA, HAS_DATA, FAILED = 0, 1, 2
 
+# What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
+LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, TRAINABLE = range(NUM_TOTALS := 7)
+
 
 @dataclasses.dataclass
 class StepResult:
     """What one step did, the same on every worker."""
 
-    step: int
+    step: int  # counted from 1: as many steps as have been done with this one
     loss: float  # mean over the global batch
     samples: int  # of all workers
     weight: float  # what the loss was divided by: samples, or tokens
@@ -71,18 +76,17 @@ class Context:
     returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
     leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
     outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
-    totals: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(6)
-    )  # loss, weight, samples, bad, failed, stop
+    totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(NUM_TOTALS))
     result: StepResult | None = None
     trains: bool = False  # agreed: there is something to learn, and nothing wrong with it
+    cut_short: bool = False  # the operation at hand has failed half-way; all will hear of it
 
 
 class StepOperations:
     """Everything a step works on: stores, exchange and dense part of one worker.
 
     keys, rows: two transports, because routing may run beside the exchange of another batch's rows.
-    versions: checks that every row is read as the update before left it; None: not checked.
+    check_freshness: that every row is read as the update before left it.
     """
 
     def __init__(
@@ -94,17 +98,23 @@ class StepOperations:
         dense: Dense,
         *,
         skip_nonfinite: bool,
-        versions: Versions | None = None,
+        check_freshness: bool = False,
     ) -> None:
-        self.plan, self.stores, self.keys, self.rows, self.dense = plan, list(stores), keys, rows, dense
-        self.buffers = [DualBuffer(store) if isinstance(store, DiskStore) else None for store in stores]
+        self.plan, self.keys, self.rows, self.dense = plan, keys, rows, dense
+        self._check_freshness = check_freshness
+        self.use(stores)
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
-        self.retrieved = -1  # the last batch whose keys have been resolved
         self.stop_asked = False  # of this worker, from outside
-        self._skip_nonfinite, self._versions = skip_nonfinite, versions
+        self._skip_nonfinite = skip_nonfinite
         self._try_mixing = True  # once
         # Each lane has its own: they hold scratch memory.
         self._source_dedup, self._owner_dedup, self._store_dedup = Deduplicator(), Deduplicator(), Deduplicator()
+
+    def use(self, stores: Sequence[Store]) -> None:
+        """Works on these tables from here on."""
+        self.stores = list(stores)
+        self.buffers = [DualBuffer(store) if isinstance(store, DiskStore) else None for store in stores]
+        self._versions = Versions(self.stores) if self._check_freshness else None
 
     def begin(self) -> None:
         """A run of batches starts: what is left in buffers belongs to no neighbour, and gradients of a batch that failed to
@@ -178,12 +188,12 @@ class StepOperations:
             except Exception as error:
                 # Over the row budget, or the disk: all leave at the next agreement; until then a row of zeros will do.
                 ctx.error = ctx.error or error
+                ctx.cut_short |= not isinstance(error, ValueError)  # which is a refusal, before anything is changed
                 zeros = ctx.arena.take(f"read {k}", (1, self.stores[k].table.dim), np.float32)
                 zeros[:] = 0
                 ctx.rows.append(rows_of(zeros))
                 ctx.positions.append(np.zeros(len(ctx.owner.tables[k].keys_V), np.int64))
                 ctx.in_tier.append(NONE)
-        self.retrieved = ctx.step
 
     def _retrieve(self, ctx: Context, k: int) -> None:
         store, owned, buffer = self.stores[k], ctx.owner.tables[k], self.buffers[k]
@@ -280,13 +290,13 @@ class StepOperations:
         ctx.outputs[m] = output
         losses = output.losses.detach()
         weights = torch.ones_like(losses) if output.weights is None else output.weights.detach()
-        ctx.totals[0] += float(losses.double().sum())
-        ctx.totals[1] += float(weights.double().sum())
-        ctx.totals[2] += batch.size
+        ctx.totals[LOSS] += float(losses.double().sum())
+        ctx.totals[WEIGHT] += float(weights.double().sum())
+        ctx.totals[SAMPLES] += batch.size
         for what, values in (("loss", losses), ("weight", weights)):
             if torch.isfinite(values).all():
                 continue
-            ctx.totals[3] += 1
+            ctx.totals[BAD] += 1
             if not self._skip_nonfinite:
                 sample = int((~torch.isfinite(values)).nonzero()[0])
                 number = ctx.window.bounds[m] + sample
@@ -300,16 +310,25 @@ class StepOperations:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
         output = ctx.outputs.pop(m, None)
         leaves = ctx.leaves.pop(m, {})
-        if output is None:
-            return
-        self.dense.backward(output.losses.sum(), last=m == ctx.window.micro_batches - 1)
+        last = m == ctx.window.micro_batches - 1
+        if output is not None and output.losses.requires_grad:
+            ctx.totals[TRAINABLE] += 1
+            self.dense.backward(output.losses.sum(), last=last)
+            if ctx.error is None:
+                self._backward_rows(ctx, m, leaves)
+        if last and ctx.error is None:
+            self._check_dense_gradients(ctx)
+
+    def _backward_rows(self, ctx: Context, m: int, leaves: dict[str, torch.Tensor]) -> None:
         size = ctx.inputs[m].size
-        for feature in self.plan.features if ctx.error is None else ():
-            leaf = leaves[feature.name]
-            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        grads_of = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        if not all_finite(list(grads_of.values())):
+            name, grad = next((n, g) for n, g in grads_of.items() if not torch.isfinite(g).all())
+            self._not_finite(ctx, f"feature {name!r}", float(grad[~torch.isfinite(grad)][0]))
+        for feature in self.plan.features:
             entries = ctx.source.entries[feature.name]
             offsets, positions, grads = entries.of(m, size), entries.grad_positions, ctx.grads[entries.dim]
-            values = grad.cpu().contiguous().numpy()
+            values = grads_of[feature.name].cpu().contiguous().numpy()
             if entries.once:
                 pool_put(values, positions, offsets, grads)
             elif feature.pooling is None:
@@ -317,17 +336,37 @@ class StepOperations:
             else:
                 pool_add(values, NONE, positions, offsets, entries.weights, grads)
 
-    def agree(self, ctx: Context) -> bool:
+    def _check_dense_gradients(self, ctx: Context) -> None:
+        name = self.dense.not_finite()
+        if name is not None:
+            self._not_finite(ctx, f"parameter {name!r}", None)
+
+    def _not_finite(self, ctx: Context, what: str, value: float | None) -> None:
+        ctx.totals[BAD] += 1
+        if not self._skip_nonfinite:
+            ctx.error = ctx.error or ValueError(
+                f"the gradient of {what} is {'not finite' if value is None else value}, though the losses are finite; look for a "
+                f"square root, a logarithm or a division at zero in the model, or set on_nonfinite='skip' to leave such batches "
+                f"out and count them"
+            )
+
+    def agree(self, ctx: Context, *, train: bool = True) -> bool:
         """Sums losses, weights and troubles over workers; raises on every worker if one has trouble. True if one of them has
         been asked to stop."""
         ctx.error = ctx.error or self.trouble
-        ctx.totals[4] = ctx.error is not None
-        ctx.totals[5] = self.stop_asked
+        ctx.totals[TROUBLE] = ctx.error is not None
+        ctx.totals[STOP] = self.stop_asked
         self.rows.sum(ctx.totals)
-        if ctx.totals[4]:
+        if ctx.totals[TROUBLE]:
             leave_together(self.rows, ctx)
-        ctx.trains = bool(ctx.totals[3] == 0 and ctx.totals[1] != 0)
-        return bool(ctx.totals[5])
+        if train and ctx.totals[SAMPLES] and not ctx.totals[TRAINABLE]:
+            raise TrainingError(
+                f"batch {ctx.step}: the loss depends on no parameter and no row, so there is nothing to train: is this under "
+                f"torch.no_grad(), or has the model detached it (.detach(), .item(), .numpy())?",
+                is_ours=self.rows.rank == 0,
+            )
+        ctx.trains = bool(ctx.totals[BAD] == 0 and ctx.totals[WEIGHT] != 0)
+        return bool(ctx.totals[STOP])
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
 
@@ -341,30 +380,33 @@ class StepOperations:
         for k, store in enumerate(self.stores if ctx.trains else ()):
             positions = ctx.positions[k]
             grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
-            store.update(positions, grads, 1.0 / ctx.totals[1], rows=ctx.rows[k])
+            store.update(positions, grads, 1.0 / ctx.totals[WEIGHT], rows=ctx.rows[k])
         if self._versions is not None:
             for k, buffer in enumerate(self.buffers):
                 self._versions.update(k, ctx.step, buffer)
 
     def dense_update(self, ctx: Context) -> StepResult:
         """The same for the dense optimizer."""
-        loss, weight, samples = ctx.totals[:3].tolist()
+        loss, weight, samples = ctx.totals[[LOSS, WEIGHT, SAMPLES]].tolist()
         if ctx.trains:
             self.dense.update(1.0 / weight)
         else:
             self.dense.forget()
         loss = loss / weight if weight else float("nan")
-        return StepResult(ctx.step, loss, int(samples), weight, skipped=bool(ctx.totals[3]))
+        return StepResult(ctx.step + 1, loss, int(samples), weight, skipped=bool(ctx.totals[BAD]))
 
     def writeback(self, ctx: Context) -> None:
         """Rows of the buffer to their tier, also those of a batch that was left out: new ones are nowhere else."""
         for k, buffer in enumerate(self.buffers):
-            if buffer is None or self.trouble is not None:
+            if buffer is None:
+                continue
+            if self.trouble is not None:
+                ctx.cut_short = True
                 continue
             try:
                 buffer.write_back(ctx.step, ctx.in_tier[k])
             except Exception as error:
-                self.trouble = error
+                self.trouble, ctx.cut_short = error, True
             if self._versions is not None:
                 self._versions.writeback(k, ctx.step, ctx.in_tier[k], buffer)
 

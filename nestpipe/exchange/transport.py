@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +28,22 @@ class Transport:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
         self.bytes_sent = 0  # to other workers
+        self.waiting_since: float | None = None  # for others, by time.monotonic()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting_since = None
+
+    def close(self) -> None:
+        """Gives up its connections and threads; for a group of one's own, when nothing more will be sent."""
+        if self._group is not None:
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # all groups have been given up before
+                dist.destroy_process_group(self._group)
+            self._group = None
 
     def all_to_all(
         self, sent: np.ndarray, sent_counts: np.ndarray, received: np.ndarray, received_counts: np.ndarray
@@ -37,12 +55,17 @@ class Transport:
         if self.world == 1:
             return sent
         self.bytes_sent += (len(sent) - int(sent_counts[self.rank])) * (sent.nbytes // max(1, len(sent)))
-        if self.world > PAIRS:
-            dist.all_to_all_single(
-                as_tensor(received), as_tensor(sent), received_counts.tolist(), sent_counts.tolist(), group=self._group
-            )
-        else:
-            self._in_pairs(sent, sent_counts, received, received_counts)
+        with self._waiting():
+            if self.world > PAIRS:
+                dist.all_to_all_single(
+                    as_tensor(received),
+                    as_tensor(sent),
+                    received_counts.tolist(),
+                    sent_counts.tolist(),
+                    group=self._group,
+                )
+            else:
+                self._in_pairs(sent, sent_counts, received, received_counts)
         return received
 
     def _in_pairs(
@@ -65,13 +88,15 @@ class Transport:
             return table
         self.bytes_sent += (self.world - 1) * table[0].nbytes
         received = np.empty_like(table)
-        dist.all_to_all_single(as_tensor(received), as_tensor(table), group=self._group)
+        with self._waiting():
+            dist.all_to_all_single(as_tensor(received), as_tensor(table), group=self._group)
         return received
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Element-wise sum over all workers, in place."""
         if self.world > 1:
-            dist.all_reduce(as_tensor(values), group=self._group)
+            with self._waiting():
+                dist.all_reduce(as_tensor(values), group=self._group)
         return values
 
     def any(self, mine: bool) -> bool:
@@ -83,8 +108,27 @@ class Transport:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self._group)
+        with self._waiting():
+            dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def compare(self, declared: Mapping[str, Any]) -> None:
+        """Raises the same TrainingError on every worker, with the first difference, unless all have declared the same things
+        in the same order."""
+        everybody = self.gather_objects([(name, repr(value)) for name, value in declared.items()])
+        for rank, theirs in enumerate(everybody):
+            if theirs == everybody[0]:
+                continue
+            nothing = ("", "nothing of the kind")
+            pairs = itertools.zip_longest(everybody[0], theirs, fillvalue=nothing)
+            first, other = next((a, b) for a, b in pairs if a != b)
+            name = first[0] or other[0]
+            here = [text if known == name else f"{known} = {text}" for known, text in (first, other)]
+            raise TrainingError(
+                f"workers were told different things: {name} is {here[0]} on rank 0 and {here[1]} on rank {rank}; give every "
+                f"worker the same, in the same order",
+                is_ours=self.rank == rank,
+            )
 
     def patiently(self, work: Callable[[], T], *, what: str, limit: float) -> T:
         """Does work that may take longer than workers wait for each other, and returns when all have done theirs. What goes

@@ -254,15 +254,16 @@ def _touched(op: Op, schedule: Schedule) -> Iterator[tuple[object, bool]]:
                 yield ("vectors", b, i), False
             yield "dense weights", False
             yield ("output", b, m), True
+            yield ("losses and troubles", b), True
         case "BWD":
             yield ("output", b, m), False
             yield "dense weights", False
             yield "dense gradients", True
+            yield ("losses and troubles", b), True  # gradients that are not finite
             for i in all_parts[m:]:
                 yield ("gradients", b, i), True  # of rows that micro-batch i is the last to use
         case "AGREE":
-            for i in all_parts:
-                yield ("output", b, i), False
+            yield ("losses and troubles", b), False
             yield ("agreed", b), True
         case "GRAD":
             for i in window:

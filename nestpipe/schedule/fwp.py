@@ -36,9 +36,9 @@ def frozen_window(t: int, micro_batches: int) -> Iterator[Task]:
         yield Task(Op(BWD, t, m), COMPUTE)
     for m in range(last):
         yield Task(Op(GRAD, t, m), "comm", (Op(BWD, t, m),))
-    # What workers agree on is known after the last forward: it travels behind the last backward.
-    yield Task(Op(AGREE, t), "comm", (Op(FWD, t, last),))
-    yield Task(Op(GRAD, t, last), "comm", (Op(BWD, t, last),))
+    # Gradients that are not finite show only now. Nobody updates anything before all know.
+    yield Task(Op(AGREE, t), "comm", (Op(BWD, t, last),))
+    yield Task(Op(GRAD, t, last), "comm")
     # Rows need nothing of the dense part: they are updated, and those of the next batch can leave, while the sum of dense
     # gradients is still on its way.
     yield Task(Op(UPDATE, t), "comm")

@@ -47,6 +47,11 @@ class Op(NamedTuple):
     batch: int
     part: int = 0
 
+    @property
+    def meets(self) -> bool:
+        """Whether it waits for other workers and does little else."""
+        return self.name in GROUPS and self.name != BWD
+
     def __str__(self) -> str:
         return f"{self.name}({self.batch})" if self.part == 0 else f"{self.name}({self.batch},{self.part})"
 

@@ -74,6 +74,16 @@ class TableStore:
         """Whether several keys of a batch may resolve to one position."""
         return self.directory.shares_rows
 
+    @property
+    def counts(self) -> bool:
+        """Whether a look-up leaves more behind than rows of new keys: uses that are counted, or rows that are elsewhere."""
+        return self.buffered or self.shares_rows or self.table.eviction is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no key has been trained on yet."""
+        return self.directory.used == 0 and len(self.directory.sightings) == 0
+
     def find(self, keys: np.ndarray) -> np.ndarray:
         """Like resolve, but changes nothing: -1 where there is no row. For evaluation."""
         return self.directory.find(keys)

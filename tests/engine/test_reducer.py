@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,13 +41,19 @@ def batch(width: int, branches: tuple[int, ...], seed: int) -> Batch:
     return Batch({"k": Jagged.from_lists([[], []])}, {"x": x, "branches": torch.tensor([branches] * 2)})
 
 
+def connected(model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Dense:
+    dense = Dense(model, optimizer)
+    dense.connect(dist.group.WORLD)
+    return dense
+
+
 # By rank: the branches of its micro-batches; a rank without any has no samples.
 TAKEN: list[list[tuple[int, ...]]] = [[(0, 1), (1,)], [(2,), (0, 1, 2)], []]
 
 
 def train(bucket_bytes: int, steps: int) -> dict[str, Any]:
     rank, reducer.BUCKET_BYTES = dist.get_rank(), bucket_bytes
-    dense = Dense(Branches(8), lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1), dist.group.WORLD)
+    dense = connected(Branches(8), lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1))
     for step in range(steps):
         for m, branches in enumerate(TAKEN[rank]):
             loss = dense.forward(batch(8, branches, 100 * step + 10 * rank + m), {}).losses.sum()
@@ -81,19 +88,6 @@ def test_training_on_three_workers_is_training_on_one_with_all_their_samples(
         assert not torch.equal(weights["branches.2.weight"], first["branches.2.weight"])
 
 
-def different_models() -> str:
-    try:
-        Dense(Branches(8 + dist.get_rank()), lambda p: torch.optim.SGD(p, 0.1), dist.group.WORLD)
-    except Exception as error:
-        return str(error)
-    return ""
-
-
-def test_workers_with_different_models_are_told_so(cluster: Cluster) -> None:
-    for told in cluster.run(2, different_models):
-        assert "the model of rank 1 is not that of rank 0" in told and "branches.0.weight" in told
-
-
 def reentrant() -> str:
     from torch.utils.checkpoint import checkpoint
 
@@ -106,7 +100,7 @@ def reentrant() -> str:
             x = torch.ones(2, 4, requires_grad=True)
             return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True).sum(1)
 
-    dense = Dense(Twice(), lambda p: torch.optim.SGD(p, 0.1), dist.group.WORLD)
+    dense = connected(Twice(), lambda p: torch.optim.SGD(p, 0.1))
     dense.backward(dense.forward(batch(4, (0,), 1), {}).losses.sum(), last=True)
     try:
         dense.reduce()
@@ -123,8 +117,7 @@ def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(cluster: Clust
 def is_forgotten() -> bool:
     model = nn.Linear(3, 1)
     one = reducer.Reducer(list(model.named_parameters()), dist.group.WORLD)
-    one.begin_last()
-    model(torch.ones(2, 3)).sum().backward()
+    one.backward(model(torch.ones(2, 3)).sum(), last=True)
     one.finish()
     gone = weakref.ref(one)
     del one, model

@@ -106,7 +106,7 @@ def test_dbp_without_any_one_of_its_edges_is_refused_and_the_edge_is_named(
 
 
 NESTED = SCHEDULES["nested"](micro_batches=3)
-WINDOW = ((FWD, EMB), (GRAD, BWD), (AGREE, FWD), (DENSE, UPDATE))
+WINDOW = ((FWD, EMB), (GRAD, BWD), (AGREE, BWD), (DENSE, UPDATE))
 
 
 @pytest.mark.parametrize(("name", "waits_for"), WINDOW, ids=[f"{a} after {b}" for a, b in WINDOW])
@@ -120,7 +120,9 @@ def test_a_gradient_that_leaves_before_its_last_use_is_found() -> None:
     """A row that micro-batches 0 and 2 use must not be sent back after micro-batch 1."""
 
     def early(t: int, tasks: list[Task]) -> list[Task]:
-        return [task._replace(after=(Op(BWD, t, 1),)) if task.op == Op(GRAD, t, 2) else task for task in tasks]
+        kept = [task for task in tasks if task.op != Op(GRAD, t, 2)]
+        place = next(i for i, task in enumerate(kept) if task.op == Op(AGREE, t))
+        return [*kept[:place], Task(Op(GRAD, t, 2), "comm", (Op(BWD, t, 1),)), *kept[place:]]
 
     problems = check(changed(early, NESTED)).problems
     assert any("missing edge BWD(t,2) -> GRAD(t,2): both touch the gradients" in text for text in problems), problems
