@@ -255,7 +255,8 @@ class Trainer:
         is under way; the trainer cannot be used after that. A trainer that is dropped, or a program that ends, does the same."""
         for one in self._saving:
             one.close()
-        self._torn = CLOSED
+        self._torn, self.group = CLOSED, None
+        self._dense.close()
         self._close()
 
     def __enter__(self) -> Trainer:

@@ -43,6 +43,10 @@ class Dense:
         if self._parameters:
             self._reducer = Reducer(list(zip(self._names, self._parameters, strict=True)), group)
 
+    def close(self) -> None:
+        """Lets go of the group: somebody may wait for this worker there."""
+        self._reducer = None
+
     def declared(self) -> dict[str, Any]:
         """What must be the same on every worker: else sums would add up gradients of different things, or hang."""
         model = {f"model: {name}": (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _tensors(self.model)}

@@ -123,7 +123,7 @@ class Transport:
             pairs = itertools.zip_longest(everybody[0], theirs, fillvalue=nothing)
             first, other = next((a, b) for a, b in pairs if a != b)
             name = first[0] or other[0]
-            here = [text if known == name else f"{known} = {text}" for known, text in (first, other)]
+            here = [text if known in ("", name) else f"{known} = {text}" for known, text in (first, other)]
             raise TrainingError(
                 f"workers were told different things: {name} is {here[0]} on rank 0 and {here[1]} on rank {rank}; give every "
                 f"worker the same, in the same order",
