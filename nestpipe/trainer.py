@@ -308,6 +308,7 @@ class Trainer:
             after=left[1] if left is not None and left[0] is batches else None,
         )
         self._loader, self._stopped = loader, False
+        self._ops.has_quit = self._ops.quitting = False
         started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
         problem: BaseException | None = None  # of the user's on_step
@@ -318,7 +319,7 @@ class Trainer:
             skipped += result.skipped
             if result.weight and not result.skipped:
                 first, last = (result.loss if np.isnan(first) else first), result.loss
-            if on_step is None or problem is not None:
+            if on_step is None or self._ops.quitting:  # then it is called on no worker any more
                 return
             try:
                 on_step(result)
@@ -326,8 +327,7 @@ class Trainer:
                 raise
             except BaseException as error:
                 # All workers hear of it and stop after the same step, with nothing half done.
-                problem = error
-                self.stop()
+                problem, self._ops.has_quit = error, True
 
         def interrupted() -> None:
             log.warning("Ctrl-C: training stops after the batches under way; press it again to stop at once")

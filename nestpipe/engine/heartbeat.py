@@ -53,7 +53,10 @@ class Heartbeat:
         self._successors = [told[(rank + step) % world][0] for step in steps]
         self._predecessors = [(rank - step) % world for step in steps]
         self._heard: dict[int, tuple[float, str]] = {}  # by predecessor: when it was last heard of, and what it did
-        self._longest: dict[str, float] = {}  # by operation
+        self._seen: tuple[str, float, float] | None = (
+            None  # of its own work: what, since when, for how long at the last look
+        )
+        self._longest: dict[str, float] = {}  # by operation: of those that have ended
         self._named: set[object] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nestpipe-heartbeat", daemon=True)

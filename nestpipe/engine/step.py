@@ -39,7 +39,7 @@ Store = MemoryStore | DiskStore
 OUT_OF_DATA, HAS_DATA, FAILED = 0, 1, 2
 
 # What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
-LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, TRAINABLE = range(NUM_TOTALS := 7)
+LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE = range(NUM_TOTALS := 8)
 
 
 @dataclasses.dataclass
@@ -105,6 +105,10 @@ class StepOperations:
         self.use(stores)
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.stop_asked = False  # of this worker, from outside
+        self.has_quit = (
+            False  # this worker, because its on_step has raised: it calls nothing any more that others call as well
+        )
+        self.quitting = False  # whether one of them has, as all know
         self._skip_nonfinite = skip_nonfinite
         self._try_mixing = True  # once
         # Each lane has its own: they hold scratch memory.
@@ -355,7 +359,7 @@ class StepOperations:
         been asked to stop."""
         ctx.error = ctx.error or self.trouble
         ctx.totals[TROUBLE] = ctx.error is not None
-        ctx.totals[STOP] = self.stop_asked
+        ctx.totals[STOP], ctx.totals[QUIT] = self.stop_asked or self.has_quit, self.has_quit
         self.rows.sum(ctx.totals)
         if ctx.totals[TROUBLE]:
             leave_together(self.rows, ctx)
@@ -365,6 +369,7 @@ class StepOperations:
                 f"torch.no_grad(), or has the model detached it (.detach(), .item(), .numpy())?",
                 is_ours=self.rows.rank == 0,
             )
+        self.quitting |= bool(ctx.totals[QUIT])
         ctx.trains = bool(ctx.totals[BAD] == 0 and ctx.totals[WEIGHT] != 0)
         return bool(ctx.totals[STOP])
 
@@ -414,8 +419,9 @@ class StepOperations:
 
     def settle(self, step: int) -> None:
         """After a run: raises on every worker if one has had trouble since its last batch agreed."""
-        troubles = np.array([self.trouble is not None], np.int64)
-        if self.rows.sum(troubles)[0]:
+        troubles = self.rows.sum(np.array([self.trouble is not None, self.has_quit], np.int64))
+        self.quitting |= bool(troubles[1])
+        if troubles[0]:
             leave_together(self.rows, Context(step, Batch({}), Window([0, 0]), Arena(), error=self.trouble))
 
 

@@ -18,7 +18,7 @@ from nestpipe.simulate.workload import Workload
 BUCKET = (
     25e6  # bytes of dense gradients that are summed at once; what the last of them takes cannot hide behind backward
 )
-AGREED = 56  # bytes that workers agree on in a step
+AGREED = 64  # bytes that workers agree on in a step
 AHEAD = 2  # batches that are read before they are asked for, see engine/loader.py
 
 

@@ -64,7 +64,7 @@ class Interrupted:
 
         def step(curves: run.Curves, result: StepResult) -> None:
             self._before(curves, result)
-            if result.step + 1 == self._step:
+            if result.step == self._step:
                 deadline = time.monotonic() + 20
                 while not self._path.exists() and time.monotonic() < deadline:
                     time.sleep(0.01)

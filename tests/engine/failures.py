@@ -161,7 +161,9 @@ def run(cluster: Cluster, world: int, failure: Failure, expected: dict[Any, str]
         reports = cluster.run(world, disturbed, failure, f"{folder}/store")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    wrong = [f"rank {rank}: {text}" for rank, told in enumerate(reports) for text in check(failure, told, expected[kind])]
+    wrong = [
+        f"rank {rank}: {text}" for rank, told in enumerate(reports) for text in check(failure, told, expected[kind])
+    ]
     return wrong, bool(reports[failure.rank]["refused"])
 
 
@@ -182,7 +184,9 @@ def main() -> None:
             print(f"{number + 1} of {len(cases)}: {wrong} wrong, {refused} refused, "
                   f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
     cluster.close()
-    print(f"{len(cases)} failures: {refused} refused, {len(cases) - refused - wrong} went on to the same bits, {wrong} wrong")
+    print(
+        f"{len(cases)} failures: {refused} refused, {len(cases) - refused - wrong} went on to the same bits, {wrong} wrong"
+    )
     raise SystemExit(bool(wrong))
 
 

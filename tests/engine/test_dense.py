@@ -262,7 +262,9 @@ def fit_bad_gradient(where: str, schedule: str, on_nonfinite: str) -> Any:
         return str(error)
     assert result.skipped == 2 and result.steps == 2
     rows = trainer.rows("item", torch.arange(8))
-    assert torch.isfinite(rows).all() and weights_of(trainer) == (before if where != "parameter" else weights_of(trainer))
+    assert torch.isfinite(rows).all() and weights_of(trainer) == (
+        before if where != "parameter" else weights_of(trainer)
+    )
     return "skipped"
 
 

@@ -27,7 +27,9 @@ def test_a_failure_on_one_of_two_workers_ends_in_a_refusal_on_both(cluster: Clus
 
 
 def test_the_failures_that_are_tried_here_cover_every_operation_and_schedule() -> None:
-    assert {(f.schedule, f.tier) for f in ALONE} >= set(itertools.product(("serial", "dbp", "fwp", "nested"), ("memory", "disk")))
+    assert {(f.schedule, f.tier) for f in ALONE} >= set(
+        itertools.product(("serial", "dbp", "fwp", "nested"), ("memory", "disk"))
+    )
     assert {f.op for f in ALONE} == {f.op for f in all_failures(world=1)}
 
 

@@ -342,7 +342,7 @@ def evaluate_in_the_middle(case: Case) -> str:
     seen = []
 
     def on_step(result: Any) -> None:
-        if result.step % 5 == 4:
+        if result.step % 5 == 0:
             seen.append(trainer.digest())
 
     try:
