@@ -54,7 +54,7 @@ class Heartbeat:
         self._predecessors = [(rank - step) % world for step in steps]
         self._heard: dict[int, tuple[float, str]] = {}  # by predecessor: when it was last heard of, and what it did
         self._seen: tuple[str, float, float] | None = (
-            None  # of its own work: what, since when, for how long at the last look
+            None  # of its own work: what, since when, how long at the last look
         )
         self._longest: dict[str, float] = {}  # by operation: of those that have ended
         self._named: set[object] = set()
@@ -103,14 +103,14 @@ class Heartbeat:
         return True
 
     def _tell_of_own_work(self, name: str, since: float, now: float) -> None:
-        kind, seconds = name.split("(")[0], now - since
-        if seconds > max(LATE, USUAL * self._longest.get(kind, 0.0)):
-            self._tell_once(
-                (name, since),
-                f"rank {self._rank} has been in {name} for {seconds:.0f} s; the other workers wait for it",
-            )
-        else:
-            self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
+        seconds, before = now - since, self._seen
+        if before is not None and before[:2] != (name, since):  # that one has ended
+            kind = before[0].split("(")[0]
+            self._longest[kind] = max(self._longest.get(kind, 0.0), before[2])
+        self._seen = name, since, seconds
+        if seconds > max(LATE, USUAL * self._longest.get(name.split("(")[0], 0.0)):
+            text = f"rank {self._rank} has been in {name} for {seconds:.0f} s; the other workers wait for it"
+            self._tell_once((name, since), text)
 
     def _tell_of(self, rank: int, waits: float, now: float) -> None:
         heard = self._heard.get(rank)
