@@ -26,6 +26,7 @@ from nestpipe.engine.engine import Engine
 from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
+from nestpipe.engine.placing import place_as_saved, place_by_first_batch
 from nestpipe.engine.step import StepOperations, StepResult, Store
 from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.engine.versions import Versions
@@ -317,6 +318,8 @@ class Trainer:
     ) -> None:
         """Trains up to step `stop` (exclusive), or until no worker has data."""
         self._must_be_quiet("train")
+        if self._ops.plan.unplaced:
+            read = place_by_first_batch(self._ops, read)
 
         def finished(result: StepResult) -> None:
             self.steps += 1
@@ -464,7 +467,7 @@ class Trainer:
             "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
             "micro_batches": measured,
             "config": self.config,
-            "owners": {name: owners.tolist() for name, owners in zip(names, plan.owners, strict=True)},
+            "owners": {name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
         }
         return saved.Content(self._stores(), self._dense, self.steps, self.position, settings, base)
 
@@ -475,7 +478,14 @@ class Trainer:
         """
         if self.steps:
             raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
-        loaded = saved.load(Path(path), self._stores(), self._dense, self._rows, tables=tables)
+        loaded = saved.load(
+            Path(path),
+            self._stores(),
+            self._dense,
+            self._rows,
+            tables=tables,
+            place=lambda table, owners: place_as_saved(self._ops, table, owners),
+        )
         self.steps, settings = loaded.step, loaded.settings
         # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
         same = len(loaded.positions) == self.world
@@ -488,8 +498,12 @@ class Trainer:
             self._set_micro_batches(settings["micro_batches"])
             if self.rank == 0:
                 log.info(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
-        for k in self._ops.plan.undecided:
-            self._ops.plan.resume(k, settings["pooled_at_owner"].get(self._ops.plan.tables[k].name))
+        plan = self._ops.plan
+        for k in plan.undecided:
+            name = plan.tables[k].name
+            # What is best with one owner is no guide for several.
+            if len(settings["owners"].get(name) or ()) != 1 or len(plan.owners[k]) == 1:
+                plan.resume(k, settings["pooled_at_owner"].get(name))
 
     def digest(self) -> str:
         """A hash over every table's (key, row, optimizer state) and the model's weights.
