@@ -281,7 +281,7 @@ class Trainer:
         if tuning.done:
             self._tuning = None
             if self.rank == 0:
-                log.info(tuning)
+                process.tell(tuning)
 
     def step(self, batch: Batch | None) -> StepResult | None:
         """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did.
@@ -330,7 +330,7 @@ class Trainer:
                 self._told = True
                 if self.rank == 0:
                     for line in self.describe():
-                        log.info(line)
+                        process.tell(line)
             on_step(result)
 
         self.model.train()
@@ -497,7 +497,7 @@ class Trainer:
             self._tuning = None
             self._set_micro_batches(settings["micro_batches"])
             if self.rank == 0:
-                log.info(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
+                process.tell(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
         plan = self._ops.plan
         for k in plan.undecided:
             name = plan.tables[k].name
@@ -559,4 +559,4 @@ class Trainer:
             window_cache=options["window_cache"],
             clustering=options["clustering"],
         )
-        return [*self._ops.plan.describe(), *lines]
+        return [*self._ops.plan.describe(), *lines, *process.describe()]
