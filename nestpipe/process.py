@@ -68,10 +68,9 @@ def describe() -> list[str]:
         line += f" in each of {workers} workers, {cores} cores"
         even = max(1, cores // int(workers))
         if threads < even or (threads > even and threads * int(workers) > cores):
-            line += f" (set OMP_NUM_THREADS={even} for the launcher to use all cores, once)"
-    kept = (
-        "is kept for reuse" if keep_large_blocks() else "goes back to the system, as glibc is set up or for want of it"
-    )
+            line += f" (to use every core once, set OMP_NUM_THREADS={even} for the launcher)"
+    why = "the environment sets up the allocator" if allocator_is_set_up() else "there is no glibc"
+    kept = "is kept for reuse" if keep_large_blocks() else f"goes back to the system ({why})"
     return [f"{line}; freed memory {kept}"]
 
 

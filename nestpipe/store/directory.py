@@ -229,7 +229,7 @@ class Directory:
             raise ValueError(
                 f"table {self.table.name!r}: step {self.step} would count {counted} rare keys on this worker, over its part "
                 f"({self._most_rare}) of max_rare_keys={self.table.max_rare_keys}; raise max_rare_keys (a counted key takes up "
-                f"to 64 bytes), lower admit_after={self.table.admit_after}, or leave keys out that will not come again"
+                f"to 64 bytes) and go on from a checkpoint, or start anew with a lower admit_after={self.table.admit_after}"
             )
         self.sightings.assign(candidates[again], seen[again])
         self.sightings.delete(leaving, np.empty(len(leaving), np.int64))
