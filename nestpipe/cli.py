@@ -366,10 +366,7 @@ def _worker(work: Any) -> int:
     """Runs on each worker; an error is told by the worker that has its cause."""
     import torch.distributed as dist
 
-    from nestpipe import process
-
     logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.WARNING, format="%(message)s")
-    process.keep_large_blocks()
     code = _guard(work, _rank())
     if dist.is_initialized() and code == 0:
         dist.destroy_process_group()

@@ -145,11 +145,12 @@ class TableSection:
     tier: str = "memory"
     memory: int | str | None = None
     admit_after: int = 1
+    max_rare_keys: int = Table.max_rare_keys
     max_rows: int | None = None
     evict: str = "lru"
     ttl: int | None = None
     pooled_at: str = "auto"
-    owners: int | None = None
+    owners: int | str | None = Table.owners
     features: list[str] | dict[str, str] | None = None
     pooling: str = "sequence"
 
@@ -404,9 +405,10 @@ def _table(name: str, section: TableSection, settings: dict[str, Any]) -> Table:
             tier=section.tier,
             memory=section.memory,
             admit_after=section.admit_after,
+            max_rare_keys=section.max_rare_keys,
             eviction=Eviction(max_rows=section.max_rows, policy=section.evict, ttl=section.ttl) if evicts else None,
             pooled_at=section.pooled_at,
-            owners=section.owners,
+            owners=None if section.owners == "all" else section.owners,
         )
     except ValueError as error:
         raise ValueError(f"config: tables.{name}: {error}") from error

@@ -19,12 +19,13 @@ def run_workers(arguments: Sequence[str], *, workers: int, port: int, restarts: 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from nestpipe.process import num_cores
+
     if port and not _is_free(port):
         print(f"nestpipe: error: port in use: {port} is taken by another program; choose another --port, or leave it out",
               file=sys.stderr)  # fmt: skip
         return 1
-    threads = max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // workers)))
     # A store of its own for each start: in one that is kept, workers that were started again find the addresses of those that
     # are dead, and wait for them. (torch 2.13 keeps one unless told otherwise; so set this for torchrun too.)
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

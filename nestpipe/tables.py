@@ -88,6 +88,7 @@ def num_bytes(size: int | str) -> int:
 
 POOLINGS = (None, "sum", "mean")
 POOLED_AT = ("auto", "source", "owner")
+DEFAULT_OWNERS: int | str | None = None  # all workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Table:
         is in memory; each of its owners takes an equal part. Key index first, rows used last in what is left. None: 1 GB.
     admit_after: a key gets a row of its own in the k-th step that uses it; before that it shares one of 65,536
         common rows (chosen by hash) with other rare keys.
+    max_rare_keys: with admit_after, how many keys without a row of their own are counted, over all workers; each owner of
+        the table counts an equal part, and a step that would count more is an error. A key takes up to 64 bytes.
     eviction: see Eviction; None keeps every row.
     pooled_at: how the rows of pooled features travel. "source" sends each distinct row once and pools where the sample is;
         "owner" pools where the rows live and sends one vector per sample and owner: fewer bytes when keys hardly repeat.
@@ -111,7 +114,9 @@ class Table:
         sends rows.
     owners: how many workers hold the table's rows, by key; None: all. 1 keeps the whole table on one worker, tables like it
         dealt out evenly: a bag pooled at the owner is then one vector on the wire, not one from every worker that has some
-        of its keys. For tables that fit one worker and are read in bags whose keys hardly repeat.
+        of its keys. For tables that fit one worker and are read in bags whose keys hardly repeat. "auto" decides between 1
+        and all from the first batch, and says so: 1 if that saves a fifth of the bytes and there are tables like it for the
+        other workers. It cannot know how large a table will grow, see docs/design.md.
     """
 
     name: str
@@ -124,7 +129,8 @@ class Table:
     eviction: Eviction | None = None
     pooled_at: str = "auto"
     memory: int | str | None = None
-    owners: int | None = None
+    owners: int | str | None = DEFAULT_OWNERS
+    max_rare_keys: int = 100_000_000
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> ValueError:
@@ -153,10 +159,14 @@ class Table:
                 num_bytes(self.memory)
             except ValueError as error:
                 raise refuse(f"memory {error}") from None
-        if not isinstance(self.admit_after, int) or self.admit_after < 1:
-            raise refuse(f"admit_after must be a whole number of at least 1, got {self.admit_after!r}")
-        if self.owners is not None and (type(self.owners) is not int or self.owners < 1):
-            raise refuse(f"owners must be a number of workers of at least 1, or None for all, got {self.owners!r}")
+        for name in ("admit_after", "max_rare_keys"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise refuse(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.owners not in (None, "auto") and (type(self.owners) is not int or self.owners < 1):
+            raise refuse(
+                f"owners must be a number of workers of at least 1, 'auto', or None for all, got {self.owners!r}"
+            )
         if self.pooled_at not in POOLED_AT:
             raise refuse(f"pooled_at must be one of {POOLED_AT}, got {self.pooled_at!r}")
 

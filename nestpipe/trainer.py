@@ -31,6 +31,7 @@ from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ran
 from nestpipe.engine.heartbeat import Heartbeat
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
+from nestpipe.engine.placing import place_as_saved, place_by_first_batch
 from nestpipe.engine.step import StepOperations, StepResult, Store
 from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.errors import TrainingError, describe, from_the_users_line
@@ -399,7 +400,7 @@ class Trainer:
         if tuning.done:
             self._tuning = None
             if self.rank == 0:
-                log.info(tuning)
+                process.tell(tuning)
 
     def step(self, batch: Batch | None) -> StepResult | None:
         """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did.
@@ -437,6 +438,8 @@ class Trainer:
     ) -> None:
         """Trains up to step `stop` (exclusive), or until no worker has data."""
         self._must_be_quiet("train")
+        if self._ops.plan.unplaced:
+            read = place_by_first_batch(self._ops, read)
 
         def finished(result: StepResult) -> None:
             self.steps += 1
@@ -447,7 +450,7 @@ class Trainer:
                 self._told = True
                 if self.rank == 0:
                     for line in self.describe():
-                        log.info(line)
+                        process.tell(line)
             on_step(result)
 
         if not self.model.training:  # modules that the user has put into eval mode inside a model that trains stay so
@@ -599,7 +602,7 @@ class Trainer:
             "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
             "micro_batches": measured,
             "config": self.config,
-            "owners": {name: owners.tolist() for name, owners in zip(names, plan.owners, strict=True)},
+            "owners": {name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
         }
         return saved.Content(self._stores(), self._dense, self.steps, self.position, settings, base)
 
@@ -618,7 +621,14 @@ class Trainer:
             )
         self._calls.append("load")
         try:
-            loaded = saved.load(Path(path), self._stores(), self._dense, self._rows, tables=tables)
+            loaded = saved.load(
+                Path(path),
+                self._stores(),
+                self._dense,
+                self._rows,
+                tables=tables,
+                place=lambda table, owners: place_as_saved(self._ops, table, owners),
+            )
         except BaseException:
             self._empty_stores()  # all or nothing
             raise
@@ -636,9 +646,13 @@ class Trainer:
             self._tuning = None
             self._set_micro_batches(settings["micro_batches"])
             if self.rank == 0:
-                log.info(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
-        for k in self._ops.plan.undecided:
-            self._ops.plan.resume(k, settings["pooled_at_owner"].get(self._ops.plan.tables[k].name))
+                process.tell(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
+        plan = self._ops.plan
+        for k in plan.undecided:
+            name = plan.tables[k].name
+            # What is best with one owner is no guide for several.
+            if len(settings["owners"].get(name) or ()) != 1 or len(plan.owners[k]) == 1:
+                plan.resume(k, settings["pooled_at_owner"].get(name))
 
     @_between_steps("compute the digest")
     def digest(self) -> str:
@@ -697,4 +711,4 @@ class Trainer:
             window_cache=options["window_cache"],
             clustering=options["clustering"],
         )
-        return [*self._ops.plan.describe(), *lines]
+        return [*self._ops.plan.describe(), *lines, *process.describe()]

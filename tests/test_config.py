@@ -62,15 +62,16 @@ def test_every_entry_of_a_table_arrives() -> None:
         SEQUENCES, "tables.item.optimizer=adam", "tables.item.lr=0.5", "tables.item.beta1=0.8", "tables.item.clip=2",
         "tables.item.weight_decay=0.25", "tables.item.dtype=bfloat16", "tables.item.admit_after=3", "tables.item.ttl=9",
         "tables.item.max_rows=70", "tables.item.evict=lfu", "tables.item.init={uniform=[-1, 2]}",
-        "tables.item.pooled_at=source",
+        "tables.item.pooled_at=source", "tables.item.max_rare_keys=900", "tables.item.owners=auto",
     )  # fmt: skip
     (table,) = made.tables
     assert table.optimizer == Adam(lr=0.5, beta1=0.8, clip=2, weight_decay=0.25)
     assert table.eviction == Eviction(max_rows=70, policy="lfu", ttl=9)
     assert (table.init, table.dtype, table.admit_after) == (Uniform(-1, 2), torch.bfloat16, 3)
-    assert table.pooled_at == "source"
+    assert (table.pooled_at, table.max_rare_keys, table.owners) == ("source", 900, "auto")
     plain = built(SEQUENCES, "tables.item.init={normal=1}", "tables.item.optimizer=sgd").tables[0]
     assert (plain.init, plain.optimizer, plain.eviction) == (Normal(1), SGD(), None)
+    assert [built(SEQUENCES, *more).tables[0].owners for more in ((), ("tables.item.owners=all",))] == [None, None]
 
 
 def test_the_dense_optimizer_has_its_settings() -> None:

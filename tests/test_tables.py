@@ -20,6 +20,11 @@ from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, check_dec
         ({"tier": "tape"}, "tier must be .*, got 'tape'"),
         ({"admit_after": 0}, "admit_after must be a whole number of at least 1, got 0"),
         ({"admit_after": 1.5}, r"admit_after must be a whole number of at least 1, got 1\.5"),
+        ({"max_rare_keys": 0}, "max_rare_keys must be a whole number of at least 1, got 0"),
+        ({"max_rare_keys": None}, "max_rare_keys must be a whole number of at least 1, got None"),
+        ({"owners": 0}, "owners must be a number of workers of at least 1, 'auto', or None for all, got 0"),
+        ({"owners": "all"}, "owners must be a number of workers of at least 1, 'auto', or None for all, got 'all'"),
+        ({"owners": True}, "owners must be a number of workers of at least 1, 'auto', or None for all, got True"),
         ({"pooled_at": "worker"}, r"pooled_at must be one of .*'auto', 'source', 'owner'.*, got 'worker'"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import multiprocessing
 import os
 import time
@@ -29,7 +30,6 @@ def run_workers(
     *args: Any,
     workers: int = 2,
     threads: int | None = None,
-    keep_blocks: bool = True,
     timeout: float = 120,
     links: Links | None = None,
 ) -> Any:
@@ -39,7 +39,6 @@ def run_workers(
     all of them and is raised here with its traceback.
 
     threads: OMP and torch threads per worker; the machine's cores divided by the workers if left out.
-    keep_blocks: apply `process.keep_large_blocks` before the work starts.
     timeout: seconds that a collective may wait for another worker.
     links: of limited rate, from `bench.links`; left out, the workers talk over loopback.
     """
@@ -52,7 +51,7 @@ def run_workers(
         with _environment(threads):
             for rank in range(workers):
                 ours, theirs = context.Pipe()
-                start = _Start(os.getpid(), rank, workers, threads, keep_blocks, timeout, links or Links())
+                start = _Start(os.getpid(), rank, workers, threads, timeout, links or Links())
                 processes.append(context.Process(target=_worker, args=(theirs, start, work, args)))
                 processes[-1].start()
                 theirs.close()
@@ -67,11 +66,9 @@ def run_workers(
 class _Start:
     """What a worker is told."""
 
-    def __init__(
-        self, parent: int, rank: int, workers: int, threads: int, keep_blocks: bool, timeout: float, links: Links
-    ) -> None:
+    def __init__(self, parent: int, rank: int, workers: int, threads: int, timeout: float, links: Links) -> None:
         self.parent, self.rank, self.workers, self.links = parent, rank, workers, links
-        self.threads, self.keep_blocks, self.timeout = threads, keep_blocks, timeout
+        self.threads, self.timeout = threads, timeout
 
 
 @contextmanager
@@ -141,8 +138,8 @@ def _worker(pipe: Connection, start: _Start, work: Callable[..., Any], args: tup
 
 def _work(pipe: Connection, start: _Start, work: Callable[..., Any], args: tuple[Any, ...]) -> str:
     start.links.enter(start.rank)  # before there are other threads: they stay where they are
-    if start.keep_blocks:
-        keep_large_blocks()
+    keep_large_blocks()  # for contestants that are not ours too
+    logging.getLogger("nestpipe").setLevel(logging.WARNING)  # what each run says of itself is not for a bench to print
     torch.set_num_threads(start.threads)
     timeout = datetime.timedelta(seconds=start.timeout)
     address = start.links.addresses[0] if start.links.addresses else "127.0.0.1"

@@ -55,12 +55,16 @@ def load(
     transport: Transport,
     *,
     tables: Sequence[str] | None = None,
+    place: Callable[[str, Sequence[int] | None], None] = lambda table, owners: None,
 ) -> Loaded:
-    """tables: only these, the others stay as they are, and so does the rest of the checkpoint's tables."""
+    """tables: only these, the others stay as they are, and so does the rest of the checkpoint's tables.
+    place: is told who held each table, before its rows come; see `_owners`."""
     chain = _alike(transport, lambda: manifests.chain(path))
     wanted = _alike(transport, lambda: _wanted(chain[0], stores, tables))
     _alike(transport, lambda: _check(chain, transport))
     put_dense = _alike(transport, lambda: _read_dense(chain[0].path, dense))
+    for store in wanted:
+        place(store.table.name, _owners(chain[0], store, transport))
     loaded: list[Loaded] = []
     transport.together(lambda: loaded.append(_read_all(chain, wanted, transport)), what="checkpoint")
     put_dense()  # when nothing can go wrong any more
@@ -129,6 +133,12 @@ def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport
         store.resume(updates=saved[store.table.name]["updates"], step=max(0, newest.step - 1))
         store.forget_changes()
     return Loaded(newest.step, newest.settings, [int(state["position"]) for state in states], rng)
+
+
+def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> list[int] | None:
+    """The workers that held a table, or all if there were others; None if that was still to be decided."""
+    owners = manifest.settings["owners"].get(store.table.name)
+    return owners if owners is None or manifest.world == transport.world else list(range(transport.world))
 
 
 def _writers(manifest: Manifest, store: TableStore, transport: Transport) -> list[int]:

@@ -131,6 +131,11 @@ def read(path: Path) -> Manifest:
         if found.world > len(found.files):  # each has at least one; said before a large number is counted up to
             raise ValueError(f"it names {len(found.files)} files of {found.world} workers")
         ranks = range(found.world)
+        for table, owners in found.settings["owners"].items():  # None: not decided yet
+            if owners is not None and not (
+                owners and all(type(worker) is int and worker in ranks for worker in owners)
+            ):
+                raise ValueError(f"the owners of table {table!r:.40} are {owners!r:.80}")
         tables = [table_file(table["name"], rank, found.world) for table in found.tables for rank in ranks]
         needed = {DENSE, *tables, *(state_file(rank, found.world) for rank in ranks)}
         for name in sorted(needed ^ set(found.files)):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from nestpipe.tables import Feature, Table, check_declarations
+
+WORTH_IT = 0.8  # a table is worth one worker of its own where it then sends at most this share of the bytes
 
 
 def place(tables: Sequence[Table], features: Sequence[Feature], world: int) -> list[np.ndarray]:
@@ -14,7 +17,7 @@ def place(tables: Sequence[Table], features: Sequence[Feature], world: int) -> l
     floats that its features read of a key."""
     load, owners = np.zeros(world), []
     for table in tables:
-        count = min(world, table.owners or world)
+        count = min(world, table.owners) if isinstance(table.owners, int) else world
         begin = 0
         if count < world:
             begin = min(range(world), key=lambda first: load[(first + np.arange(count)) % world].max())
@@ -31,6 +34,8 @@ class ExchangePlan:
     features_of[k]: the features that read table k.
     groups: {dim: [k, ...]}.
     owners[k]: the workers that hold table k; shards are dealt to them in this order.
+    placed[k]: why they hold it, of a table declared owners="auto"; None while undecided: until then all workers are its owners.
+        Empty: as declared.
     at_owner[k]: True if bags of table k are pooled where its rows live, False if rows travel, None while undecided.
     """
 
@@ -47,6 +52,19 @@ class ExchangePlan:
             self.groups.setdefault(table.dim, []).append(k)
         self.at_owner: list[bool | None] = [self._declared(k) for k in range(len(tables))]
         self.why: list[str] = ["declared"] * len(tables)
+        self.placed: list[str | None] = [self._placed(k) for k in range(len(tables))]
+
+    def _placed(self, k: int) -> str | None:
+        table = self.tables[k]
+        if table.owners != "auto":
+            return ""
+        if len(self.owners[k]) == 1:
+            return "there is one worker"
+        if table.tier == "disk":
+            return "a table on disk is shared by all"
+        if self.at_owner[k] is False:
+            return "its rows are sent one by one, from wherever they are"
+        return None
 
     def _declared(self, k: int) -> bool | None:
         table = self.tables[k]
@@ -64,12 +82,24 @@ class ExchangePlan:
     def undecided(self) -> list[int]:
         return [k for k, choice in enumerate(self.at_owner) if choice is None]
 
+    @property
+    def unplaced(self) -> list[int]:
+        return [k for k, why in enumerate(self.placed) if why is None]
+
+    def put(self, k: int, owners: np.ndarray, why: str, *, pooled: bool = False) -> None:
+        """Fixes who holds table k, before it has any row. pooled: bags are pooled there, as if it had been declared so."""
+        self.owners[k], self.placed[k] = owners, why
+        if pooled:
+            self.tables[k] = dataclasses.replace(self.tables[k], pooled_at="owner")
+            self.at_owner[k], self.why[k] = True, "as one worker holds it"
+
     def decide(self, k: int, *, row_bytes: int, bag_bytes: int, whole_bytes: int) -> None:
         """Fixes how table k travels from the bytes counted over all workers; on a tie (one worker) bags are pooled in place.
-        whole_bytes: as pooled vectors if one worker held the table, which is for the user to declare."""
+        whole_bytes: as pooled vectors if one worker held the table, which is for the user to declare, or for `placement`."""
         self.at_owner[k] = bag_bytes <= row_bytes
         self.why[k] = f"first batch: {row_bytes / 1e6:.2f} MB as rows, {bag_bytes / 1e6:.2f} MB as pooled vectors"
-        if len(self.owners[k]) > 1 and whole_bytes < 0.8 * min(row_bytes, bag_bytes):
+        declared = not self.placed[k]
+        if declared and len(self.owners[k]) > 1 and whole_bytes < WORTH_IT * min(row_bytes, bag_bytes):
             self.why[k] += f"; {whole_bytes / 1e6:.2f} MB if it fits one worker and is declared owners=1"
 
     def resume(self, k: int, at_owner: bool | None) -> None:
@@ -84,6 +114,8 @@ class ExchangePlan:
             how = {True: "pooled at the owner", False: "rows to the source", None: "not decided yet"}[self.at_owner[k]]
             names = ", ".join(f"{f.name} ({f.pooling or 'sequence'})" for f in self.features_of[k])
             held = "" if table.owners is None else f"held by {_some(self.owners[k].tolist())}, "
+            if table.owners == "auto":
+                held = f"{held[:-2]} [auto: {self.placed[k] or 'not decided yet'}], "
             lines.append(f"table {table.name}: dim {table.dim}, {held}{how} [{self.why[k]}]; features: {names}")
         return lines
 

@@ -308,6 +308,12 @@ def _wide(keys: np.ndarray) -> bool:
     return bool(len(keys)) and not -(2**31) <= keys.min() <= keys.max() < 2**31
 
 
+def wire_bytes(dim: int, keys: np.ndarray, *, weighted: bool) -> tuple[int, int, int]:
+    """What crosses the wire for a row, for a bag that is pooled at the owner, and for each key of such a bag."""
+    vector, key = dim * 8, 8 if _wide(keys) else 4  # the vector there, and its gradient back
+    return vector + key, vector + 4, key + (4 if weighted else 0)
+
+
 def _decide(
     plan: ExchangePlan,
     transport: Transport,
@@ -319,10 +325,10 @@ def _decide(
     others = np.arange(transport.world) != transport.rank
     counted = []
     for k in plan.undecided:
-        vector_bytes = plan.tables[k].dim * 8  # there, and its gradient back
-        wide = 8 if _wide(tables[k].keys) else 4
-        bag_bytes, key_bytes = vector_bytes + 4, wide + (4 if len(tables[k].weights) else 0)
-        as_rows = rows[k].counts[:, others].sum() * (vector_bytes + wide)
+        row_bytes, bag_bytes, key_bytes = wire_bytes(
+            plan.tables[k].dim, tables[k].keys, weighted=len(tables[k].weights) > 0
+        )
+        as_rows = rows[k].counts[:, others].sum() * row_bytes
         as_bags = bags[k].num_bags[:, others].sum() * bag_bytes + bags[k].num_keys[:, others].sum() * key_bytes
         # Held by one worker: all others send it their keys and get a vector for each bag that has any.
         num_bags = np.count_nonzero(np.diff(tables[k].offsets))

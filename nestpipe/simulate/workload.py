@@ -168,7 +168,7 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
         bags=bags,
         tier=table.tier,
         pooled_at="source" if sequences else table.pooled_at,
-        owners=table.owners,
+        owners=table.owners if isinstance(table.owners, int) else None,  # "auto" is simulated as all
         memory=table.memory,
     )
 

@@ -59,8 +59,16 @@ class Directory:
         eviction = table.eviction
         self._counters = None if eviction is None else Chunks(2, half=False)
         self._ttl = None if eviction is None else eviction.ttl
-        self._budget = None if eviction is None or eviction.max_rows is None else -(-eviction.max_rows // num_owners)
+        self._budget: int | None = None
+        self.share(num_owners)
         self._next_sweep = 0
+
+    def share(self, num_owners: int) -> None:
+        """So many workers hold the table: what each may hold of what is declared for all."""
+        eviction = self.table.eviction
+        if eviction is not None and eviction.max_rows is not None:
+            self._budget = -(-eviction.max_rows // num_owners)
+        self._most_rare = -(-self.table.max_rare_keys // num_owners)
 
     def __len__(self) -> int:
         """Rows that keys have of their own, those past their ttl included until somebody looks."""
@@ -207,17 +215,25 @@ class Directory:
             records.set_counters(self._counters.raw, positions, np.arange(len(positions)), 0, self.step, 1)
 
     def _admit(self, keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Counts a sighting of each missing key: those still rare, and those that now get a row of their own."""
+        """Counts a sighting of each missing key: those still rare, and those that now get a row of their own. Refuses to count
+        more keys than the table may."""
         candidates = keys[missing]
         seen = np.empty(len(missing), np.int64)
         self.sightings.find(candidates, seen)
         new = seen < 0
         seen = np.where(new, 1, seen + 1)
         admitted = seen >= self.table.admit_after
-        again = ~new & ~admitted
+        again, rare, leaving = ~new & ~admitted, np.flatnonzero(new & ~admitted), candidates[~new & admitted]
+        counted = len(self.sightings) + len(rare) - len(leaving)
+        if len(rare) and counted > self._most_rare:
+            raise ValueError(
+                f"table {self.table.name!r}: step {self.step} would count {counted} rare keys on this worker, over its part "
+                f"({self._most_rare}) of max_rare_keys={self.table.max_rare_keys}; raise max_rare_keys (a counted key takes up "
+                f"to 64 bytes) and go on from a checkpoint, or start anew with a lower admit_after={self.table.admit_after}"
+            )
         self.sightings.assign(candidates[again], seen[again])
-        self.sightings.insert(candidates, seen, np.flatnonzero(new & ~admitted))
-        self.sightings.delete(candidates[~new & admitted], np.empty(int((~new & admitted).sum()), np.int64))
+        self.sightings.delete(leaving, np.empty(len(leaving), np.int64))
+        self.sightings.insert(candidates, seen, rare)
         return missing[~admitted], missing[admitted]
 
     def _share(self, keys: np.ndarray, positions: np.ndarray, rare: np.ndarray) -> Births:

@@ -69,6 +69,12 @@ class TableStore:
         """Rows that keys have of their own, those past their ttl included until somebody looks; see `stats`."""
         return len(self.directory)
 
+    def hand_to(self, owners: np.ndarray) -> None:
+        """These workers hold the table; said before it has any row, and not of one on disk."""
+        assert self.directory.used == 0 and not self.buffered
+        self.owners = owners
+        self.directory.share(len(owners))
+
     @property
     def shares_rows(self) -> bool:
         """Whether several keys of a batch may resolve to one position."""

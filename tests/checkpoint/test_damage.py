@@ -233,6 +233,16 @@ def test_a_manifest_with_any_value_in_an_entry_is_refused(saved: Saved, scratch:
     check()
 
 
+@pytest.mark.parametrize("owners", [[], [2], [-1], [0, "1"], [[0]], [True], "01", 7, {}])
+def test_owners_that_are_no_workers_are_refused(saved: Saved, scratch: Path, owners: Any) -> None:
+    values = json.loads((saved.folder / FULL / manifests.MANIFEST).read_text())
+    table = next(iter(values["settings"]["owners"]))
+    values["settings"]["owners"][table] = owners
+    rewrite(scratch / FULL, json.dumps(values).encode())
+    with pytest.raises(Damaged, match=r"the owners of table|is not iterable"):
+        make_trainer().load(scratch / FULL)
+
+
 @pytest.mark.parametrize("name", ["../x", "/etc/hostname", f"../{FULL}/dense.safetensors", "..", "", "a\0b", "\ud800"])
 def test_a_file_outside_its_folder_is_refused(copy: Path, name: str) -> None:
     (copy / "x").write_bytes(b"x")

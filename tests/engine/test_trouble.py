@@ -193,3 +193,30 @@ def test_trouble_does_not_wait_for_a_source_that_is_slow(cluster: Cluster, sched
     reports = cluster.run(2, fit_until_trouble, Case(schedule, "memory", steps=STEPS), slow_source)
     assert f"rank 1, batch {TROUBLE}: the loss of sample" in reports[0]["message"]
     assert time.perf_counter() - start < 40
+
+
+def fit_rare_keys(schedule: str) -> dict[str, Any]:
+    """From batch 4 on rank 0 reads keys that nobody has seen before."""
+    table = Table("rare", 4, optimizer=SGD(lr=0.1), admit_after=3, max_rare_keys=16)
+    features = [Feature("rare", "rare", "sum")]
+    trainer = Trainer(Model(features, [table]), [table], features, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1),
+                      schedule=schedule)  # fmt: skip
+
+    def source() -> Iterator[Batch]:
+        for number in range(8):
+            fresh = 100 * number if number >= 4 and trainer.rank == 0 else 0
+            yield Batch({"rare": Jagged.from_lists([[fresh + i] for i in range(8)])}, {}, torch.zeros(8))
+
+    try:
+        trainer.fit(source())
+    except TrainingError as error:
+        return {"message": str(error), "steps": trainer.steps}
+    return {"message": "", "steps": trainer.steps}
+
+
+@pytest.mark.parametrize("schedule", ["serial", "nested"])
+def test_too_many_rare_keys_end_training_on_all_ranks_with_the_same_words(cluster: Cluster, schedule: str) -> None:
+    reports = cluster.run(2, fit_rare_keys, schedule)
+    assert reports[0] == reports[1]
+    assert "table 'rare': step" in reports[0]["message"] and "max_rare_keys=16" in reports[0]["message"]
+    assert 4 <= reports[0]["steps"] < 8

@@ -242,6 +242,35 @@ def test_an_unseen_rare_key_reads_the_first_values_of_its_shard() -> None:
     assert len(store.sightings()[0]) == 0
 
 
+@pytest.mark.parametrize(("world", "part"), [(1, 7), (2, 4)])
+def test_a_step_that_would_count_more_rare_keys_than_allowed_is_refused_and_changes_nothing(
+    world: int, part: int
+) -> None:
+    store = MemoryStore(make_table(admit_after=3, max_rare_keys=7), seed=7, owners=np.arange(world))
+    store.resolve(np.arange(part), 0)
+    store.resolve(np.arange(part), 1)  # full, not over: keys that are counted already need no more room
+    before = [array.tolist() for array in (*store.sightings(), *store.shared_items())]
+    with pytest.raises(
+        ValueError, match=rf"'item': step 2 .* {part + 1} rare keys .*\({part}\) of max_rare_keys=7; raise"
+    ):
+        store.resolve(int64([0, 100, 101]), 2)  # 0 gets a row and is counted no longer; two are new
+    assert [array.tolist() for array in (*store.sightings(), *store.shared_items())] == before
+    assert own_keys(store) == []
+    store.resolve(int64([0, 100]), 2)
+    assert own_keys(store) == [0] and len(store.sightings()[0]) == part
+
+
+def test_more_rare_keys_than_allowed_are_restored_and_only_further_ones_refused() -> None:
+    store = MemoryStore(make_table(admit_after=3), seed=7)
+    store.resolve(np.arange(10), 0)
+    store.table = dataclasses.replace(store.table, max_rare_keys=4)
+    other = copy_of(store)
+    other.resolve(np.arange(10), 1)
+    assert set(other.sightings()[1].tolist()) == {2}
+    with pytest.raises(ValueError, match="max_rare_keys=4"):
+        other.resolve(int64([100]), 2)
+
+
 # -- eviction --------------------------------------------------------------------------------------------------------
 
 
