@@ -21,6 +21,7 @@ from nestpipe.engine.streams import Streams
 from nestpipe.errors import TrainingError
 from nestpipe.schedule.ops import COMPUTE, Op, Schedule, Task
 
+LOOK_UP = 0.5  # seconds: a signal that comes just before the main thread begins to wait does not wake it up
 LEAVE = 5.0  # seconds for a lane that is stuck in a collective after a failure that was not agreed on
 
 
@@ -66,7 +67,8 @@ class Lanes:
                 thread.start()
             self._run_lane(COMPUTE)
             for thread in threads:
-                thread.join(LEAVE if self._stop_all else None)
+                while thread.is_alive() and not self._stop_all:
+                    thread.join(LOOK_UP)
         except BaseException as failure:  # Ctrl-C, between two tasks
             self._fail(COMPUTE, first, failure)
         deadline = time.monotonic() + LEAVE
@@ -122,7 +124,7 @@ class Lanes:
                 if any(op.batch >= self._cut.get(self._lane_of[op.name, op.part], self._last) for op in missing):
                     self._leave(task.lane, batch)
                     return False
-                self._changed[task.lane].wait()
+                self._changed[task.lane].wait(LOOK_UP if task.lane == COMPUTE else None)
 
     def _is_done(self, op: Op) -> bool:
         return op.batch < self._first or self._done.get((op.name, op.part), self._first - 1) >= op.batch

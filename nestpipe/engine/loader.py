@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 from nestpipe.batch import Batch, NotFinite, check_batch
 
 AHEAD = 2
+LOOK_UP = 0.5  # seconds between two looks whether Ctrl-C was pressed
 
 
 class _End:
@@ -96,7 +98,7 @@ class Loader:
         if self._ended or self._closed.is_set():
             return None
         try:
-            item, skipped = self._left.pop(0) if self._left else self._queue.get(timeout=self._timeout)
+            item, skipped = self._left.pop(0) if self._left else self._get()
         except queue.Empty:
             self._ended = True  # nobody waits for it a second time
             raise TimeoutError(
@@ -113,6 +115,15 @@ class Loader:
         if isinstance(item, BaseException):  # sys.exit() in a loader must not end this rank alone, and silently
             raise RuntimeError(f"the data source left with {type(item).__name__}: {item}") from item
         return item
+
+    def _get(self) -> _Entry:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._queue.get(timeout=min(LOOK_UP, self._timeout))
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise
 
     def stop(self) -> None:
         """No more batches are wanted: `next`, also one that waits in another thread, gives None."""

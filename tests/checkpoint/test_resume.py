@@ -382,7 +382,7 @@ def stop_on_one(schedule: str, micro_batches: int, at: int) -> dict[str, Any]:
             yield Batch({table.name: Jagged.from_lists(rng.integers(0, 90, (8, 2)).tolist()) for table in TABLES})
 
     def on_step(result: StepResult) -> None:
-        if result.step + 1 == at and trainer.rank == trainer.world - 1:
+        if result.step == at and trainer.rank == trainer.world - 1:
             trainer.stop()
 
     fitted = trainer.fit(batches(), on_step=on_step)
@@ -406,7 +406,7 @@ def stopped_run(config: Config, folder: Path) -> str:
 
     def step(curves: run.Curves, result: StepResult) -> None:
         before(curves, result)
-        if result.step + 1 == 8 and Stopping.trainer.rank == 0:
+        if result.step == 8 and Stopping.trainer.rank == 0:
             Stopping.trainer.stop()
 
     make = run.make_trainer
