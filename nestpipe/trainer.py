@@ -23,7 +23,7 @@ from nestpipe.batch import Batch, Jagged, NotFinite
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.engine import Engine
-from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup
+from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup, start_anew
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.step import StepOperations, StepResult, Store
@@ -363,9 +363,12 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch], metrics: dict[str, Any]) -> dict[str, float]:
         """The mean loss, and metrics of the model's predictions against the labels, over all workers' batches.
 
-        No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC().
+        No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC(), or your own with
+        `update(predictions, labels)`, `compute(group=...)` and `reset()`. They are reset first: what they were fed before
+        does not count. One without `reset()` is taken once.
         """
         self._must_be_quiet("evaluate")
+        self._rows.together(lambda: start_anew(metrics), what="metrics")
         judged, totals = judge_losses(self.model, metrics)
         self._judge(batches, judged)
         loss, weight = self._rows.sum(totals).tolist()
