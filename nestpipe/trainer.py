@@ -22,6 +22,7 @@ from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, NotFinite
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
+from nestpipe.engine.draws import watched
 from nestpipe.engine.engine import Engine
 from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup, start_anew
 from nestpipe.engine.loader import Loader, checked
@@ -157,6 +158,7 @@ class Trainer:
             self._dense,
             skip_nonfinite=self._skip,
             versions=Versions(stores) if check_freshness else None,
+            try_mixing=micro_batches != 1,
         )
         # With one worker nothing travels, so that it makes no difference who is beside whom.
         clustering = clustering if self.world > 1 else "none"
@@ -213,7 +215,8 @@ class Trainer:
         pauses = [pause_every] if isinstance(pause_every, int) else list(pause_every or ())
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
-        loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
+        source = watched(batches, tell=log.warning if self.rank == 0 else log.debug)
+        loader = Loader(source, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
         self._loader, self._stopped = loader, False
         started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
