@@ -67,15 +67,17 @@ class Trainer:
     plain `python` process there is one worker.
 
     model: an nn.Module; `forward(batch, rows)` returns losses [B], one per sample, or an Output. rows[name] is a Jagged of
-        rows for a sequence feature, a tensor [B, dim] for a pooled one.
+        rows for a sequence feature, a tensor [B, dim] for a pooled one. With micro-batches the loss of a sample must not
+        depend on the others; see `micro_batches`, and Jagged for reductions of each sample by itself.
     tables, features: what it reads.
     dense_optimizer: makes a torch optimizer from the model's parameters.
     schedule: "serial"; "dbp" (lookups of the next batches hidden behind the compute of this one); "fwp" (rows and gradients
         travel behind the compute of other micro-batches); "nested" (both): all four give the same result to the bit. Or
         "stale" (for comparison: rows one update behind).
     micro_batches: cuts each batch into this many parts, run one after the other, with one update for all; "auto": as many
-        as turn out fastest in the first steps of `fit`. A model whose loss mixes samples says `mixes_samples = True` and is
-        then refused here.
+        as turn out fastest in the first steps of `fit`. A model whose loss mixes samples (in-batch negatives) says
+        `mixes_samples = True` and is then refused here; `False`: it does not, or is meant to mix those of a micro-batch. If it
+        says nothing, it is tried on the first batch, and refused if it does.
     window_cache: each row crosses the wire once per batch, however many micro-batches use it. False: once for each of them,
         for comparison.
     clustering: how samples are dealt to micro-batches: "window" (few rows to wait for at both ends of the batch), "shared"
@@ -204,8 +206,8 @@ class Trainer:
         pause_every: int | Sequence[int] | None = None,
     ) -> FitResult:
         """Trains until `steps` are done or no worker has batches left. Workers may have different numbers of batches:
-        those that run out early go on serving rows, and all return together. Batches are read ahead: a source must not
-        write into tensors that it has given away.
+        those that run out early go on serving rows, and all return together. Batches are read ahead, in a thread: a source
+        must not write into tensors that it has given away, and draws its random numbers from a generator of its own.
 
         on_step: called after every step, on every worker.
         pause_every: every so many steps (counted from the trainer's first) the pipeline runs empty before on_step is

@@ -20,19 +20,21 @@ log = logging.getLogger("nestpipe")
 T = TypeVar("T")
 
 # What draws from the global generator unless it is given another one.
-DRAWING = frozenset(
-    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand rand_like randint "
-    "randint_like randn randn_like random_ randperm uniform_".split()
-)
+# fmt: off
+DRAWING = frozenset((
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal", "normal_",
+    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
+))
+# fmt: on
 
 WATCHED = 8  # batches; all of them where that costs little
 CHEAP = 100  # calls of torch for one batch: watching each costs one or two microseconds
 
 
 class SourceDraws(TorchFunctionMode):
-    """Sees what the calls of torch in its block draw. (A mode belongs to the thread that enters it.)"""
+    """Sees which calls of torch in its block draw. (A mode belongs to the thread that enters it.)"""
 
-    total = 0  # of all sources in this process, as the generator is
+    total = 0  # of all sources in this process, as the generator is: one more when a call begins, and when it is done
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +46,14 @@ class SourceDraws(TorchFunctionMode):
     ) -> Any:
         self.calls += 1
         kwargs = kwargs or {}
-        if func.__name__ in DRAWING and kwargs.get("generator") is None:
+        if func.__name__ not in DRAWING or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self.drew = self.drew or func.__name__
+        SourceDraws.total += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
             SourceDraws.total += 1
-            self.drew = self.drew or func.__name__
-        return func(*args, **kwargs)
 
 
 def watched(batches: Iterable[T], *, tell: Callable[[str], object]) -> Iterator[T]:
@@ -55,37 +61,37 @@ def watched(batches: Iterable[T], *, tell: Callable[[str], object]) -> Iterator[
 
     What is drawn before the first one is there (a DataLoader's shuffle, say) is drawn in a fixed order: nothing computes yet.
     """
-    source, told = iter(batches), False
-    watch, last = SourceDraws(), 0
+    source, watch, most, told = iter(batches), SourceDraws(), 0, False
     for number in itertools.count():
-        look = 0 < number <= WATCHED or last <= CHEAP
-        before = watch.calls
-        with watch if number and look else contextlib.nullcontext():
+        calls = watch.calls
+        with watch if number and (number <= WATCHED or most <= CHEAP) else contextlib.nullcontext():
             try:
                 batch = next(source)
             except StopIteration:
                 return
-        last = max(last, watch.calls - before)
+        most = max(most, watch.calls - calls)
         if watch.drew and not told:
             told = True
             tell(
-                f"the data draws from torch's global generator ({watch.drew}, batch {number}) while the model computes: which numbers "
-                f"it gets is a matter of time, so that two runs differ if the model draws too (dropout), and a resumed run "
-                f"sees other data. Give the data a torch.Generator of its own, such as DataLoader(generator=...)"
+                f"the data draws from torch's global generator ({watch.drew}, batch {number}) while the model computes: "
+                f"which numbers it gets is a matter of time, so that two runs differ if the model draws too (dropout), and "
+                f"a resumed run sees other data. Give the data a torch.Generator of its own, as in DataLoader(generator=...)"
             )
         yield batch
 
 
 class Mark:
-    """Where the global generator stands. `moved`: whether it has been drawn from since, but for data sources: if one of them has,
-    nothing can be said, and False is."""
+    """Where the global generator stands now. `moved`: whether it has been drawn from since, but for data sources: if one of
+    them has, nothing can be said, and False is."""
 
     def __init__(self) -> None:
-        self._state, self._total = torch.get_rng_state(), SourceDraws.total
+        self._total, self._state = SourceDraws.total, torch.get_rng_state()
 
     @property
     def moved(self) -> bool:
-        return SourceDraws.total == self._total and not torch.equal(torch.get_rng_state(), self._state)
+        differs = not torch.equal(torch.get_rng_state(), self._state)
+        total = SourceDraws.total  # odd: one is drawing right now
+        return differs and total == self._total and total % 2 == 0
 
     def put_back(self) -> None:
         """What was drawn since does not count. (Draws of data sources do.)"""

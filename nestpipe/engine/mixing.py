@@ -6,9 +6,9 @@ micro-batches; `False` is taken at its word. If it says nothing, it is tried on 
 The trial asks two things of some of the samples of a batch. Are their losses the same without the others? And have they a
 gradient with respect to rows of the others? The first sees what depends on the number, the lengths or the statistics of
 other samples, the second what depends on their rows, however little and whatever the model draws at random. Both are asked
-twice: of the batch as it is, and of a made-up one in which they show better: rows are born small, and lists of a first batch
-may all have one length. So there rows have unit size and some lists are cut short. To a model that treats each sample by
-itself all of this is one and the same.
+of the batch as it is, and of made-up ones in which a mix shows better: rows are born small, and lists of a first batch may all
+have one length, so there rows have unit size, and then some lists are cut short. To a model that treats each sample by itself
+all of this is one and the same.
 """
 
 from __future__ import annotations
@@ -85,20 +85,21 @@ def try_mixing(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> Trial:
                 raise
             except Exception as error:  # the batch itself is fine, or training will say so
                 trial.doubt = (
-                    f"it could not be tried whether the loss of a sample depends on the others: for some of its samples the model "
-                    f"raises {type(error).__name__}: {error}"
+                    f"it could not be tried whether the loss of a sample depends on the others: for some of its samples the "
+                    f"model raises {type(error).__name__}: {error}"
                 )
                 return trial
-            for cut in (subsets[0], None):
+            for cut, how in (
+                (None, " (with made-up rows)"),
+                (subsets[0], " (with made-up rows, some lists cut short)"),
+            ):
                 made_up = _made_up(batch, rows, draw, cut)
                 try:
-                    how = " (with made-up rows)" if cut is None else " (with made-up rows, some lists cut short)"
                     steady &= _look(model, *made_up, subsets, trial, how)
-                    break
                 except _Mixed:
                     raise
                 except Exception as error:  # a model need not take what its data does not hold
-                    log.debug("not tried with made-up rows: %s", error)
+                    log.debug("not tried%s: %s", how, error)
             if steady:
                 return trial
     trial.doubt = (
