@@ -26,7 +26,7 @@ class Ranker(torch.nn.Module):
         self.out = torch.nn.Linear(64 + 32, 1)
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
-        history = rows["history"].to_padded().mean(1)  # [B, 64]
+        history = rows["history"].mean()  # [B, 64], of each sample by itself
         match = history * rows["liked"]
         logits = self.out(torch.cat([match, rows["user"]], 1))[:, 0] + match.sum(1)
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")

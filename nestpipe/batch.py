@@ -19,6 +19,11 @@ class Jagged:
 
     `values` is [T] (keys, timestamps) or [T, D] (rows); list b is `values[offsets[b]:offsets[b + 1]]`.
     `weights`, if given, has one float per key: it scales the row in a pooled feature.
+
+    One vector per sample, [B, D], comes from `sum`, `mean`, `max`, `first` and `last`. Each looks at its own list only: the
+    result is the same to the bit whatever else is in the batch, so that micro-batches change nothing. An empty list gives
+    zeros; `weights` are not applied. (The mean over `to_padded()` divides by the longest list of the batch instead: it mixes
+    samples.)
     """
 
     values: Tensor
@@ -89,6 +94,36 @@ class Jagged:
             values, where = values[kept], where[kept]
         flat = values.new_full((len(self) * length, *values.shape[1:]), value)
         return flat.index_copy(0, where, values).view(len(self), length, *values.shape[1:])
+
+    def sum(self) -> Tensor:
+        """[B] or [B, D]: the sum of each list, added up in its own order; differentiable."""
+        return self._zeros().index_add(0, self.sample_ids(), self.values)
+
+    def mean(self) -> Tensor:
+        """[B] or [B, D]: the mean of each list, zeros for an empty one; differentiable."""
+        lengths = self.lengths.clamp(min=1).view(-1, *[1] * (self.values.ndim - 1))
+        return self.sum() / lengths
+
+    def max(self) -> Tensor:
+        """[B] or [B, D]: the largest entry of each list and column, zeros for an empty list; differentiable, equal entries
+        sharing the gradient."""
+        where = self.sample_ids().view(-1, *[1] * (self.values.ndim - 1)).expand_as(self.values)
+        return self._zeros().scatter_reduce(0, where, self.values, "amax", include_self=False)
+
+    def first(self) -> Tensor:
+        """[B] or [B, D]: the first entry of each list, zeros for an empty one; differentiable."""
+        return self._entries(self.offsets[:-1])
+
+    def last(self) -> Tensor:
+        """[B] or [B, D]: the last entry of each list, zeros for an empty one; differentiable."""
+        return self._entries(self.offsets[1:] - 1)
+
+    def _entries(self, where: Tensor) -> Tensor:
+        filled = self.lengths.nonzero()[:, 0]
+        return self._zeros().index_copy(0, filled, self.values[where[filled]])
+
+    def _zeros(self) -> Tensor:
+        return self.values.new_zeros((len(self), *self.values.shape[1:]))
 
     def to_lists(self) -> list[list[Any]]:
         bounds = self.offsets.tolist()

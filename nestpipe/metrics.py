@@ -1,9 +1,9 @@
 """AUC, normalized entropy, HR@k and NDCG@k: exact, and the same number however the samples are spread over workers.
 
 Each metric collects its own worker's state in `update` and merges over torch.distributed in `compute`, which every
-worker of the group must then call. What is merged are whole numbers (counts, and sums in fixed point), so neither the
-number of workers nor the order of batches can change the last digit. A value that is not defined (no samples, one class
-only) is NaN.
+worker of the group must then call. `reset` forgets what was collected; `Trainer.evaluate` begins with it. What is merged
+are whole numbers (counts, and sums in fixed point), so neither the number of workers nor the order of batches can change
+the last digit. A value that is not defined (no samples, one class only) is NaN.
 
 Shape legend: B samples, N candidates, D width.
 """
@@ -30,6 +30,9 @@ class AUC:
     """Probability that a positive is ranked above a negative, ties counting one half. Keeps 5 bytes per sample."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self._predictions: list[Tensor] = []
         self._labels: list[Tensor] = []
 
@@ -64,6 +67,9 @@ class NormalizedEntropy:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self._loss = self._positive = self._count = 0
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
@@ -99,6 +105,9 @@ class HitRate:
 
     def __init__(self, k: int) -> None:
         self.k = k
+        self.reset()
+
+    def reset(self) -> None:
         self._hits = self._count = 0
 
     def update(self, ranks: Tensor) -> None:
@@ -117,7 +126,10 @@ class NDCG:
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self._at_rank = [0] * k
+        self.reset()
+
+    def reset(self) -> None:
+        self._at_rank = [0] * self.k
         self._count = 0
 
     def update(self, ranks: Tensor) -> None:

@@ -26,8 +26,9 @@ from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, NotFinite
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
+from nestpipe.engine.draws import watched
 from nestpipe.engine.engine import Engine
-from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup
+from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup, start_anew
 from nestpipe.engine.heartbeat import Heartbeat
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
@@ -94,15 +95,17 @@ class Trainer:
     plain `python` process there is one worker.
 
     model: an nn.Module; `forward(batch, rows)` returns losses [B], one per sample, or an Output. rows[name] is a Jagged of
-        rows for a sequence feature, a tensor [B, dim] for a pooled one.
+        rows for a sequence feature, a tensor [B, dim] for a pooled one. With micro-batches the loss of a sample must not
+        depend on the others; see `micro_batches`, and Jagged for reductions of each sample by itself.
     tables, features: what it reads.
     dense_optimizer: makes a torch optimizer from the model's parameters.
     schedule: "serial"; "dbp" (lookups of the next batches hidden behind the compute of this one); "fwp" (rows and gradients
         travel behind the compute of other micro-batches); "nested" (both): all four give the same result to the bit. Or
         "stale" (for comparison: rows one update behind).
     micro_batches: cuts each batch into this many parts, run one after the other, with one update for all; "auto": as many
-        as turn out fastest in the first steps of `fit`. A model whose loss mixes samples says `mixes_samples = True` and is
-        then refused here.
+        as turn out fastest in the first steps of `fit`. A model whose loss mixes samples (in-batch negatives) says
+        `mixes_samples = True` and is then refused here; `False`: it does not, or is meant to mix those of a micro-batch. If it
+        says nothing, it is tried on the first batch, and refused if it does.
     window_cache: each row crosses the wire once per batch, however many micro-batches use it. False: once for each of them,
         for comparison.
     clustering: how samples are dealt to micro-batches: "window" (few rows to wait for at both ends of the batch), "shared"
@@ -195,6 +198,7 @@ class Trainer:
                 self._dense,
                 skip_nonfinite=self._skip,
                 check_freshness=check_freshness,
+                try_mixing=micro_batches != 1,
             )
             # With one worker nothing travels, so that it makes no difference who is beside whom.
             clustering = clustering if self.world > 1 else "none"
@@ -286,8 +290,8 @@ class Trainer:
         pause_every: int | Sequence[int] | None = None,
     ) -> FitResult:
         """Trains until `steps` are done or no worker has batches left. Workers may have different numbers of batches:
-        those that run out early go on serving rows, and all return together. Batches are read ahead: a source must not
-        write into tensors that it has given away.
+        those that run out early go on serving rows, and all return together. Batches are read ahead, in a thread: a source
+        must not write into tensors that it has given away, and draws its random numbers from a generator of its own.
 
         on_step: called after every step, on every worker.
         pause_every: every so many steps (counted from the trainer's first) the pipeline runs empty before on_step is
@@ -301,7 +305,7 @@ class Trainer:
         self._rows.compare({"fit(steps)": steps, "fit(pause_every)": pauses, "steps done before": self.steps})
         left, self._left = self._left, None
         loader = Loader(
-            batches,
+            watched(batches, tell=log.warning if self.rank == 0 else log.debug),
             self._names,
             skip_nonfinite=self._skip,
             timeout=self._data_timeout,
@@ -501,9 +505,12 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch], metrics: dict[str, Any]) -> dict[str, float]:
         """The mean loss, and metrics of the model's predictions against the labels, over all workers' batches.
 
-        No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC().
+        No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC(), or your own with
+        `update(predictions, labels)`, `compute(group=...)` and `reset()`. They are reset first: what they were fed before
+        does not count. One without `reset()` is taken once.
         """
         self._rows.compare({f"metric {name!r}": type(metric).__name__ for name, metric in metrics.items()})
+        self._rows.together(lambda: start_anew(metrics), what="metrics")
         judged, totals = judge_losses(self.model, metrics)
         self._judge(batches, judged)
         loss, weight = self._rows.sum(totals).tolist()

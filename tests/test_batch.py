@@ -102,6 +102,54 @@ def test_to_padded_fills_up_short_lists_and_cuts_long_ones(lists: list[list[int]
     assert padded.tolist() == [(one + [-1] * width)[:width] for one in lists]
 
 
+REDUCTIONS = {
+    "sum": lambda rows: rows.sum(0),
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.amax(0),
+    "first": lambda rows: rows[0],
+    "last": lambda rows: rows[-1],
+}
+some_lengths = st.lists(st.integers(0, 5), max_size=6)
+
+
+def rows_of_lengths(lengths: list[int], *shape: int, dtype: torch.dtype = torch.float32) -> Jagged:
+    values = torch.randn(sum(lengths), *shape, dtype=dtype, generator=torch.Generator().manual_seed(len(lengths)))
+    return Jagged.from_lengths(values, torch.tensor(lengths, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@given(lengths=some_lengths, shape=st.sampled_from([(), (3,)]))
+@few
+def test_reductions_are_those_of_each_list_by_itself_and_zero_for_an_empty_one(
+    name: str, lengths: list[int], shape: tuple[int, ...]
+) -> None:
+    jagged = rows_of_lengths(lengths, *shape)
+    reduced = getattr(jagged, name)()
+    assert reduced.shape == (len(lengths), *shape)
+    for sample, length in enumerate(lengths):
+        rows = jagged.values[jagged.offsets[sample] : jagged.offsets[sample + 1]]
+        expected = REDUCTIONS[name](rows) if length else torch.zeros(shape)
+        torch.testing.assert_close(reduced[sample], expected)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), data=st.data())
+@few
+def test_reductions_do_not_change_a_bit_when_the_batch_is_cut(name: str, lengths: list[int], data) -> None:
+    cut = data.draw(st.integers(0, len(lengths)))
+    jagged = rows_of_lengths(lengths, 9)
+    parts = [jagged.slice(0, cut), jagged.slice(cut, len(lengths))]
+    assert torch.equal(getattr(jagged, name)(), torch.cat([getattr(part, name)() for part in parts]))
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_reductions_send_the_right_gradients_back(name: str, shape: tuple[int, ...]) -> None:
+    jagged = rows_of_lengths([2, 0, 3, 1, 0], *shape, dtype=torch.float64)
+    values = jagged.values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: getattr(Jagged(v, jagged.offsets), name)(), values)
+
+
 def test_to_padded_of_rows_sends_gradients_back_to_kept_rows_only() -> None:
     values = torch.arange(8.0).view(4, 2).requires_grad_()
     padded = Jagged(values, torch.tensor([0, 3, 3, 4])).to_padded(2)

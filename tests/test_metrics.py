@@ -68,6 +68,23 @@ def test_undefined_values_are_nan():
         assert math.isnan(metric.compute())
 
 
+@pytest.mark.parametrize("metric", [AUC(), NormalizedEntropy(), HitRate(2), NDCG(2)], ids=lambda m: type(m).__name__)
+def test_a_metric_that_is_reset_has_forgotten_everything(metric):
+    ranked = isinstance(metric, HitRate | NDCG)
+    first, second = (
+        (torch.tensor(ranks),) if ranked else make_predictions(50, seed=seed)
+        for seed, ranks in enumerate(([1, 2, 5], [2, 7]))
+    )
+    new = type(metric)(2) if ranked else type(metric)()
+    new.update(*second)
+    metric.update(*first)
+    before = metric.compute()
+    metric.reset()
+    assert math.isnan(metric.compute())
+    metric.update(*second)
+    assert metric.compute() == new.compute() != before
+
+
 def test_bad_inputs_are_named():
     with pytest.raises(ValueError, match=r"label 0.5 of sample 1 is neither"):
         AUC().update(torch.tensor([0.2, 0.4]), torch.tensor([1.0, 0.5]))

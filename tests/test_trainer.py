@@ -634,6 +634,52 @@ def test_evaluation_changes_nothing_and_is_the_same_on_any_number_of_workers(clu
         assert 0 < metrics["AUC"] < 1
 
 
+class CountedByHand:
+    """A user's metric with no more than what is needed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        self.count += len(predictions)
+
+    def compute(self, *, group: Any = None) -> float:
+        return float(self.count)
+
+
+class CountedAnew(CountedByHand):
+    def reset(self) -> None:
+        self.count = 0
+
+
+def test_an_evaluation_is_of_its_own_batches_however_often_its_metrics_were_used() -> None:
+    trainer = make_trainer(Scorer())
+    trainer.step(batch_of(range(20)))
+    metrics = {"AUC": AUC(), "NE": NormalizedEntropy(), "count": CountedAnew()}
+    metrics["AUC"].update(torch.tensor([0.9, 0.1]), torch.tensor([0.0, 1.0]))  # type: ignore[attr-defined]
+    expected = {}
+    for first in (0, 100):
+        batches = [batch_of(range(first, first + 40)), batch_of(range(first + 40, first + 60))]
+        expected = trainer.evaluate(batches, {"AUC": AUC(), "NE": NormalizedEntropy(), "count": CountedByHand()})
+        assert trainer.evaluate(batches, metrics) == expected and expected["count"] == 60
+    assert metrics["AUC"].compute() == expected["AUC"]  # type: ignore[attr-defined]
+
+
+def evaluate_with_a_used_metric_on_the_last_rank() -> None:
+    trainer, used = make_trainer(Scorer()), CountedByHand()
+    trainer.evaluate([batch_of(range(5))], {"count": used})
+    metric = used if trainer.rank == trainer.world - 1 else CountedByHand()
+    make_trainer(Scorer()).evaluate([batch_of(range(5))], {"count": metric})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_used_metric_that_cannot_be_reset_is_refused_on_every_worker(cluster: Cluster, world: int) -> None:
+    for kind, (error, message, _) in cluster.outcomes(world, evaluate_with_a_used_metric_on_the_last_rank):
+        assert kind == "failed" and error == "TrainingError"
+        assert f"rank {world - 1}, metrics: metric 'count' (CountedByHand) has been used before" in message
+        assert "reset()" in message
+
+
 class Ranker(nn.Module):
     def query(self, batch: Batch, rows: dict[str, Any]) -> Tensor:
         listed = rows["list"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,23 @@ from nestpipe.exchange.window import Window
 from nestpipe.metrics import rank_all
 
 Judge = Callable[[Batch, dict[str, Any]], None]  # looks at a batch and its rows
+
+# Metrics without `reset` that an evaluation has fed, by id, as long as they live.
+_used: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def start_anew(metrics: dict[str, Any]) -> None:
+    """Metrics forget what they were fed before, so that an evaluation is of its own batches only."""
+    for name, metric in metrics.items():
+        if hasattr(metric, "reset"):
+            metric.reset()
+        elif id(metric) in _used:
+            raise ValueError(
+                f"metric {name!r} ({type(metric).__name__}) has been used before and would add this evaluation to the last "
+                f"one; give its class a reset(), or make a new one for every evaluation"
+            )
+        else:
+            _used[id(metric)] = metric
 
 
 def lookup(

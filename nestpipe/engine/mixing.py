@@ -1,21 +1,38 @@
 """Losses that mix samples: splitting a batch would change what they mean.
 
 A model says so itself: `mixes_samples = True` (in-batch negatives, say) is refused where the batch is cut into
-micro-batches; `False` is taken at its word. If it says nothing, the first micro-batch is tried in two ways and a
-difference is warned about.
+micro-batches; `False` is taken at its word. If it says nothing, it is tried on the first batch, before anything is updated.
+
+The trial asks two things of some of the samples of a batch. Are their losses the same without the others? And have they a
+gradient with respect to rows of the others? The first sees what depends on the number, the lengths or the statistics of
+other samples, the second what depends on their rows, however little and whatever the model draws at random. Both are asked
+of the batch as it is, and of made-up ones in which a mix shows better: rows are born small, and lists of a first batch may all
+have one length, so there rows have unit size, and then some lists are cut short. To a model that treats each sample by itself
+all of this is one and the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.engine.dense import checked_output
+from nestpipe.engine.draws import Mark
 
 log = logging.getLogger("nestpipe")
+
+ENOUGH = 32  # samples to try, if the batch has as many; micro-batches may be of a single one
+FEW = 4  # so few samples have other statistics than the batch
+SAME, ABOUT_THE_SAME = 0.002, 0.03  # relative difference of losses that rounding makes; where some of it is in few bits
+STEADY = 0.1  # of that difference between two runs on the same samples: more is chance
+NOTHING = 1e-4  # of a gradient, against that of the samples' own rows: rounding, where sums cancel
 
 
 def refuse_mixing(model: nn.Module, *, rank: int, world: int, micro_batches: int | str) -> None:
@@ -39,41 +56,209 @@ def refuse_mixing(model: nn.Module, *, rank: int, world: int, micro_batches: int
         log.warning("the model declares mixes_samples = True: samples are mixed within each worker's part of the batch")
 
 
-def warn_if_mixed(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> None:
-    """Warns if the losses of the first half of the samples are not the same without the second half.
+@dataclasses.dataclass
+class Trial:
+    """What a trial that has not found a mix leaves open.
 
-    The state of the random generator is left as it is: a data source may be drawing from it in another thread.
+    learns: whether losses depend on rows at all; they do not where an output layer begins with zeros.
+    doubt: what could not be tried, for the user.
     """
+
+    learns: bool = False
+    doubt: str | None = None
+
+
+def try_mixing(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> Trial:
+    """Raises ValueError if the loss of a sample depends on the other samples. Model and generator are left as they were."""
+    draw = torch.Generator().manual_seed(batch.size)
+    order = torch.randperm(batch.size, generator=draw)
     half = batch.size // 2
-    if not half or getattr(model, "mixes_samples", None) is not None:
-        return
-    first_rows = {name: _first(part, half) for name, part in rows.items()}
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            whole, again = (_losses(model(batch, rows)) for _ in range(2))
-            alone = _losses(model(batch.slice(0, half), first_rows))
-        random = not torch.equal(whole, again)
-        if not random and not torch.allclose(whole[:half], alone, rtol=1e-3, atol=1e-5):
-            sample = int((whole[:half] - alone).abs().argmax())
-            log.warning(
-                f"the loss of a sample depends on the other samples of its micro-batch (sample {sample}: "
-                f"{float(whole[sample]):.6g} among {batch.size}, {float(alone[sample]):.6g} among {half}): cutting the batch "
-                f"into micro-batches changes what is trained. Use micro_batches=1, or set mixes_samples = False in the model "
-                f"to say that it is meant so"
+    subsets = [part.sort().values for part in (order[:half], order[half : half + min(FEW, half)])]
+    trial = Trial()
+    with _as_it_was(model), torch.enable_grad():
+        for mode in (True, False):  # in training, and if that is random (dropout), in evaluation too
+            if not mode:
+                model.eval()
+            try:
+                steady = _look(model, batch, rows, subsets, trial)
+            except _Mixed:
+                raise
+            except Exception as error:  # the batch itself is fine, or training will say so
+                trial.doubt = (
+                    f"it could not be tried whether the loss of a sample depends on the others: for some of its samples the "
+                    f"model raises {type(error).__name__}: {error}"
+                )
+                return trial
+            for cut, how in (
+                (None, " (with made-up rows)"),
+                (subsets[0], " (with made-up rows, some lists cut short)"),
+            ):
+                made_up = _made_up(batch, rows, draw, cut)
+                try:
+                    steady &= _look(model, *made_up, subsets, trial, how)
+                except _Mixed:
+                    raise
+                except Exception as error:  # a model need not take what its data does not hold
+                    log.debug("not tried%s: %s", how, error)
+            if steady:
+                return trial
+    trial.doubt = (
+        "the model draws random numbers in eval mode too, so that it could only be tried whether the loss of a sample depends on "
+        "the rows of others, not on their number or lengths"
+    )
+    return trial
+
+
+class _Mixed(ValueError):
+    def __init__(self, evidence: str) -> None:
+        super().__init__(
+            f"the loss of a sample depends on the other samples of its micro-batch, so cutting the batch into micro-batches "
+            f"changes what is trained: {evidence}. Use micro_batches=1 (with schedule 'dbp' lookups are hidden all the same); "
+            f"or a loss of each sample by itself (Jagged has mean, sum, max, first and last per sample; draw negatives per "
+            f"sample); or set mixes_samples = False in the model to say that it is meant so"
+        )
+
+
+def _look(
+    model: nn.Module, batch: Batch, rows: dict[str, Any], subsets: list[Tensor], trial: Trial, how: str = ""
+) -> bool:
+    """Raises _Mixed if a subset of the samples is not by itself; returns whether losses are the same each time."""
+    leaves = {name: _values(part).detach().requires_grad_() for name, part in rows.items()}
+    rows = {name: _put(part, leaves[name]) for name, part in rows.items()}
+    mark = Mark()
+    whole, again = (checked_output(model(batch, rows), batch.size) for _ in range(2))
+    same = ABOUT_THE_SAME if _rounds(whole.losses) else SAME
+    # By chance two runs can be alike: a small batch has few masks of dropout.
+    steady = not mark.moved and _difference(whole, again)[0] < STEADY * same
+    for samples in subsets:
+        own, other, feature = _gradients(whole.losses[samples].sum(), rows, leaves, samples)
+        trial.learns |= own > 0
+        if other > NOTHING * own:
+            raise _Mixed(
+                f"the losses of {len(samples)} samples have a gradient with respect to the rows of {feature!r} of the other "
+                f"{batch.size - len(samples)}{how}"
             )
-    except Exception as error:  # what is really wrong shows in training itself
-        log.debug("could not try whether the model mixes samples: %s", error)
+        if not steady:
+            continue
+        some = {name: _select(part, samples) for name, part in rows.items()}
+        alone = checked_output(model(batch.select(samples), some), len(samples))
+        among = Output(whole.losses[samples], None if whole.weights is None else whole.weights[samples])
+        difference, place, what, values = _difference(among, alone)
+        if difference > same:
+            raise _Mixed(
+                f"sample {int(samples[place])} has the {what} {values[0]:.6g} among {batch.size} samples, {values[1]:.6g} among "
+                f"{len(samples)} of them{how}"
+            )
+    return steady
+
+
+def _gradients(
+    loss: Tensor, rows: dict[str, Any], leaves: dict[str, Tensor], samples: Tensor
+) -> tuple[float, float, str]:
+    """How large the gradient of some samples' loss is, with respect to their rows and to those of the others; and which feature
+    of the others has most of it."""
+    if not loss.requires_grad:
+        return 0.0, 0.0, ""
+    own, others = 0.0, {"": 0.0}
+    grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
+    for (name, part), grad in zip(rows.items(), grads, strict=True):
+        if grad is None:
+            continue
+        squares = grad.double().square().nan_to_num(0.0, 0.0, 0.0)
+        is_own = torch.zeros(len(part), dtype=torch.bool, device=grad.device).index_fill(
+            0, samples.to(grad.device), True
+        )
+        is_own = is_own[part.sample_ids()] if isinstance(part, Jagged) else is_own
+        own += float(squares[is_own].sum())
+        others[name] = float(squares[~is_own].sum())
+    return own**0.5, sum(others.values()) ** 0.5, max(others, key=lambda name: others[name])
+
+
+def _rounds(losses: Tensor) -> bool:
+    """Whether numbers of another type than float32 may lie behind the losses: its graph has a cast, as autocast makes them, or
+    cannot be looked into."""
+    if losses.dtype != torch.float32 or losses.device.type != "cpu":
+        return True
+    seen, ahead = set(), [losses.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith(("ToCopy", "Compiled")):
+            return True
+        seen.add(node)
+        ahead += [before for before, _ in node.next_functions]
+    return False
+
+
+def _difference(one: Output, two: Output) -> tuple[float, int, str, tuple[float, float]]:
+    """The largest relative difference of losses or weights: how large, of which sample, of what, and both values. What is not
+    finite is passed over: training says so."""
+    worst = (0.0, 0, "loss", (0.0, 0.0))
+    for what, a, b in (("loss", one.losses, two.losses), ("weight", one.weights, two.weights)):
+        if a is None or b is None or not len(a):
+            continue
+        a, b = a.detach().double(), b.detach().double()
+        sizes = (a.abs() + b.abs()).nan_to_num(0.0, 0.0, 0.0)
+        apart = ((a - b).abs() / (sizes + sizes.mean())).nan_to_num(0.0, 0.0, 0.0) * 2
+        place = int(apart.argmax())
+        if float(apart[place]) > worst[0]:
+            worst = (float(apart[place]), place, what, (float(a[place]), float(b[place])))
+    return worst
+
+
+def _made_up(
+    batch: Batch, rows: dict[str, Any], draw: torch.Generator, cut: Tensor | None
+) -> tuple[Batch, dict[str, Any]]:
+    """The batch with other rows, of unit size, and with the lists of some samples cut to half their length."""
+
+    def shortened(jagged: Jagged) -> Jagged:
+        if cut is None:
+            return jagged
+        lengths = jagged.lengths.clone()
+        lengths[cut] = (lengths[cut] + 1) // 2
+        ids = jagged.sample_ids()
+        kept = torch.arange(len(ids), device=ids.device) - jagged.offsets[:-1][ids] < lengths[ids]
+        weights = None if jagged.weights is None else jagged.weights[kept]
+        return Jagged.from_lengths(jagged.values[kept], lengths, weights)
+
+    def unit(part: Any) -> Any:
+        part = shortened(part) if isinstance(part, Jagged) else part
+        values = _values(part)
+        return _put(part, torch.randn(values.shape, generator=draw).to(values))
+
+    dense = {name: shortened(part) if isinstance(part, Jagged) else part for name, part in batch.dense.items()}
+    keys = {name: shortened(part) for name, part in batch.keys.items()}
+    return Batch(keys, dense, batch.labels), {name: unit(part) for name, part in rows.items()}
+
+
+def _values(part: Any) -> Tensor:
+    return part.values if isinstance(part, Jagged) else part
+
+
+def _put(part: Any, values: Tensor) -> Any:
+    return Jagged(values, part.offsets) if isinstance(part, Jagged) else values
+
+
+def _select(part: Any, samples: Tensor) -> Any:
+    return part.select(samples) if isinstance(part, Jagged) else part[samples]
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """The generator is put back, and modes, attributes, buffers and parameters of the model: some models count calls, average
+    what they see, or take their first batch to start from. (What they change inside lists and dicts of their own stays.)"""
+    mark = Mark()
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    tensors = [(tensor.data, tensor.data.clone()) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        yield
     finally:
-        model.train(training)
-
-
-def _first(part: Any, count: int) -> Any:
-    if isinstance(part, Jagged):
-        return part.slice(0, count)
-    return part[:count]
-
-
-def _losses(output: Any) -> torch.Tensor:
-    return output.losses if isinstance(output, Output) else output
+        mark.put_back()
+        for module, before in attributes:
+            for name in module.__dict__.keys() - before.keys():
+                del module.__dict__[name]
+            module.__dict__.update(before)
+        for tensor, values in tensors:
+            if not torch.equal(tensor, values):
+                tensor.copy_(values)

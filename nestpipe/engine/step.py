@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged, Output
 from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.dense import Dense
-from nestpipe.engine.mixing import warn_if_mixed
+from nestpipe.engine.mixing import ENOUGH, try_mixing
 from nestpipe.engine.reducer import all_finite
 from nestpipe.engine.versions import Versions
 from nestpipe.errors import TrainingError
@@ -34,9 +35,11 @@ from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, 
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
 
+log = logging.getLogger("nestpipe")
 Store = MemoryStore | DiskStore
 
 OUT_OF_DATA, HAS_DATA, FAILED = 0, 1, 2
+MIXING_TRIALS = 10  # batches; all but the first only as long as no row has a gradient
 
 # What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
 LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE = range(NUM_TOTALS := 8)
@@ -87,6 +90,7 @@ class StepOperations:
 
     keys, rows: two transports, because routing may run beside the exchange of another batch's rows.
     check_freshness: that every row is read as the update before left it.
+    try_mixing: whether the batch is, or will be, cut into micro-batches, which the model's loss must not notice.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class StepOperations:
         *,
         skip_nonfinite: bool,
         check_freshness: bool = False,
+        try_mixing: bool = False,
     ) -> None:
         self.plan, self.keys, self.rows, self.dense = plan, keys, rows, dense
         self._check_freshness = check_freshness
@@ -106,11 +111,11 @@ class StepOperations:
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.stop_asked = False  # of this worker, from outside
         self.has_quit = (
-            False  # this worker, because its on_step has raised: it calls nothing any more that others call as well
+            False  # this worker, because its on_step has raised: it makes no more calls that others make as well
         )
         self.quitting = False  # whether one of them has, as all know
         self._skip_nonfinite = skip_nonfinite
-        self._try_mixing = True  # once
+        self._trials = MIXING_TRIALS if try_mixing else 0  # that are left
         # Each lane has its own: they hold scratch memory.
         self._source_dedup, self._owner_dedup, self._store_dedup = Deduplicator(), Deduplicator(), Deduplicator()
 
@@ -257,22 +262,32 @@ class StepOperations:
     def inputs(self, ctx: Context, m: int, *, train: bool) -> tuple[Batch, dict[str, Any]]:
         """Micro-batch m and its rows, as the model gets them."""
         batch = ctx.inputs[m]
-        rows: dict[str, Any] = {}
-        leaves = ctx.leaves[m] = {}
-        size, received = batch.size, {dim: rows_of(vectors) for dim, vectors in ctx.received.items()}
+        leaves = ctx.leaves[m] = self._gather(ctx, m)
+        for leaf in leaves.values():
+            leaf.requires_grad_(train)
+        return batch, self._rows_of(batch, leaves)
+
+    def _gather(self, ctx: Context, m: int) -> dict[str, torch.Tensor]:
+        """A copy of the rows of micro-batch m, or of its bags, per feature."""
+        vectors = {}
+        size, received = ctx.inputs[m].size, {dim: rows_of(vectors) for dim, vectors in ctx.received.items()}
         for feature in self.plan.features:
             entries = ctx.source.entries[feature.name]
             source, offsets = received[entries.dim], entries.of(m, size)
             if feature.pooling is None:
-                leaf = torch.empty(int(offsets[-1] - offsets[0]), entries.dim)
-                gather(source, entries.positions[offsets[0] : offsets[-1]], NONE, leaf.numpy())
+                values = torch.empty(int(offsets[-1] - offsets[0]), entries.dim)
+                gather(source, entries.positions[offsets[0] : offsets[-1]], NONE, values.numpy())
             else:
-                leaf = torch.empty(size, entries.dim)
-                pool(source, entries.positions, offsets, entries.weights, NONE, leaf.numpy())
-            leaf = leaf.to(self.dense.device).requires_grad_(train)
-            rows[feature.name] = leaf if feature.pooling else Jagged(leaf, batch.keys[feature.name].offsets)
-            leaves[feature.name] = leaf
-        return batch, rows
+                values = torch.empty(size, entries.dim)
+                pool(source, entries.positions, offsets, entries.weights, NONE, values.numpy())
+            vectors[feature.name] = values.to(self.dense.device)
+        return vectors
+
+    def _rows_of(self, batch: Batch, vectors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {
+            f.name: vectors[f.name] if f.pooling else Jagged(vectors[f.name], batch.keys[f.name].offsets)
+            for f in self.plan.features
+        }
 
     def forward(self, ctx: Context, m: int) -> None:
         """Runs the model on micro-batch m; adds its losses to the batch's totals."""
@@ -286,11 +301,12 @@ class StepOperations:
         batch, rows = self.inputs(ctx, m, train=True)
         if not batch.size:
             return
-        if self._try_mixing and ctx.window.micro_batches > 1 and batch.size > 1:
-            self._try_mixing = False
-            if self.rows.rank == 0:
-                warn_if_mixed(self.dense.model, batch, rows)
+        doubt = self._try_mixing(ctx, m) if self._trials else None
         output = self.dense.forward(batch, rows)
+        if doubt is not None and self.rows.rank == 0:
+            log.warning(
+                f"{doubt}. Set mixes_samples in the model to say that it does (True), or does not or is meant so (False)"
+            )
         ctx.outputs[m] = output
         losses = output.losses.detach()
         weights = torch.ones_like(losses) if output.weights is None else output.weights.detach()
@@ -309,6 +325,24 @@ class StepOperations:
                     f"the {what} of sample {number} is {float(values[sample])}; look at that sample and at "
                     f"the learning rates, or set on_nonfinite='skip' to leave such batches out and count them"
                 )
+
+    def _try_mixing(self, ctx: Context, m: int) -> str | None:
+        """Raises if the loss of a sample depends on others, as soon as there are rows of enough samples; returns what could not
+        be tried."""
+        first, last = ctx.window.bounds[m : m + 2]
+        if last < 2 or not first < min(ENOUGH, ctx.batch.size) <= last:
+            return None
+        self._trials -= 1
+        if getattr(self.dense.model, "mixes_samples", None) is not None:
+            self._trials = 0
+            return None
+        batch = ctx.batch.slice(0, last).to(self.dense.device)
+        parts = [self._gather(ctx, k) for k in range(m + 1)]
+        vectors = {f.name: torch.cat([part[f.name] for part in parts]) for f in self.plan.features}
+        trial = try_mixing(self.dense.model, batch, self._rows_of(batch, vectors))
+        if trial.learns or trial.doubt is not None:
+            self._trials = 0
+        return trial.doubt
 
     def backward(self, ctx: Context, m: int) -> None:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""

@@ -1,0 +1,99 @@
+"""torch's global generator: the model may draw from it, its data should not.
+
+The generator belongs to the whole process, and data is read in a thread beside the model. If both draw, each number goes to
+whoever comes first, and two runs differ. Nor can a resumed run find the numbers again that its data was made of. So a source
+of batches that draws while the model computes is found and told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+log = logging.getLogger("nestpipe")
+T = TypeVar("T")
+
+# What draws from the global generator unless it is given another one.
+# fmt: off
+DRAWING = frozenset((
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal", "normal_",
+    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
+))
+# fmt: on
+
+WATCHED = 8  # batches; all of them where that costs little
+CHEAP = 100  # calls of torch for one batch: watching each costs one or two microseconds
+
+
+class SourceDraws(TorchFunctionMode):
+    """Sees which calls of torch in its block draw. (A mode belongs to the thread that enters it.)"""
+
+    total = 0  # of all sources in this process, as the generator is: one more when a call begins, and when it is done
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.drew: str | None = None  # the first function that did
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        kwargs = kwargs or {}
+        if func.__name__ not in DRAWING or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self.drew = self.drew or func.__name__
+        SourceDraws.total += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            SourceDraws.total += 1
+
+
+def watched(batches: Iterable[T], *, tell: Callable[[str], object]) -> Iterator[T]:
+    """The batches, as they come; tells once if making them draws from the global generator.
+
+    What is drawn before the first one is there (a DataLoader's shuffle, say) is drawn in a fixed order: nothing computes yet.
+    """
+    source, watch, most, told = iter(batches), SourceDraws(), 0, False
+    for number in itertools.count():
+        calls = watch.calls
+        with watch if number and (number <= WATCHED or most <= CHEAP) else contextlib.nullcontext():
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+        most = max(most, watch.calls - calls)
+        if watch.drew and not told:
+            told = True
+            tell(
+                f"the data draws from torch's global generator ({watch.drew}, batch {number}) while the model computes: "
+                f"which numbers it gets is a matter of time, so that two runs differ if the model draws too (dropout), and "
+                f"a resumed run sees other data. Give the data a torch.Generator of its own, as in DataLoader(generator=...)"
+            )
+        yield batch
+
+
+class Mark:
+    """Where the global generator stands now. `moved`: whether it has been drawn from since, but for data sources: if one of
+    them has, nothing can be said, and False is."""
+
+    def __init__(self) -> None:
+        self._total, self._state = SourceDraws.total, torch.get_rng_state()
+
+    @property
+    def moved(self) -> bool:
+        differs = not torch.equal(torch.get_rng_state(), self._state)
+        total = SourceDraws.total  # odd: one is drawing right now
+        return differs and total == self._total and total % 2 == 0
+
+    def put_back(self) -> None:
+        """What was drawn since does not count. (Draws of data sources do.)"""
+        if self.moved:
+            torch.set_rng_state(self._state)
