@@ -7,6 +7,7 @@ import hashlib
 import logging
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,6 +134,9 @@ class Trainer:
         self._loader: Loader | None = None
         self._stopped = False
         self._saving: list[saved.Background] = []
+        self._run_id: str | None = (
+            uuid.uuid4().hex
+        )  # the first worker's goes into checkpoints; one that goes on keeps it
         self._lr_factor = 1.0
         self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
         self._skip = on_nonfinite == "skip"
@@ -435,7 +439,8 @@ class Trainer:
         saved.save(Path(path), self._content(), self._rows)
 
     def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
-        """For checkpoints that are written while training goes on; see `checkpoint`.
+        """For checkpoints that are written while training goes on; see `checkpoint`. The folder is for those of one run: a new
+        one, or the one that this trainer was loaded from.
 
         keep: how many stay. full_every: of so many checkpoints one is full, the others hold what has changed since it.
         """
@@ -444,17 +449,26 @@ class Trainer:
         if full_every > 1:
             for store in self._stores():
                 store.track_changes()
-        made = saved.Background(Path(folder), self._rows, keep=keep, full_every=full_every, tell=log.warning)
+        made = saved.Background(
+            Path(folder),
+            self._rows,
+            run=self._run_id,
+            step=self.steps,
+            keep=keep,
+            full_every=full_every,
+            tell=log.warning,
+        )
         self._saving.append(made)
         return made
 
     def checkpoint(self, into: saved.Background) -> None:
         """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
         self._must_be_quiet("save")
-        into.wait()  # for the one before, if that is still being written
+        for background in self._saving:  # the one before may still be written: a table keeps its rows for one at a time
+            background.wait()
         into.begin(self._content(into.next_base()))
 
-    def _content(self, base: str | None = None) -> saved.Content:
+    def _content(self, base: saved.Base | None = None) -> saved.Content:
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         plan = self._ops.plan
         names = [store.table.name for store in self._stores()]
@@ -464,6 +478,7 @@ class Trainer:
             "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
             "micro_batches": measured,
             "config": self.config,
+            "run": self._run_id,
             "owners": {name: owners.tolist() for name, owners in zip(names, plan.owners, strict=True)},
         }
         return saved.Content(self._stores(), self._dense, self.steps, self.position, settings, base)
@@ -477,6 +492,8 @@ class Trainer:
             raise ValueError(f"load into a trainer that has not trained yet; this one has done {self.steps} steps")
         loaded = saved.load(Path(path), self._stores(), self._dense, self._rows, tables=tables)
         self.steps, settings = loaded.step, loaded.settings
+        if tables is None:
+            self._run_id = settings.get("run")
         # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
         same = len(loaded.positions) == self.world
         self._taken = loaded.positions[self.rank] if same else sum(loaded.positions) // self.world
