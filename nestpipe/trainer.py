@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import logging
@@ -131,6 +132,9 @@ class Trainer:
         self.steps = 0  # batches so far
         self.config: dict[str, Any] | None = None  # what it was made from, if anything: goes into checkpoints, as JSON
         self._taken = 0  # batches that this worker has taken from its data, those left out included
+        self._places: collections.deque[int] = collections.deque(
+            maxlen=1000
+        )  # where in its data each of the last ones was
         self._loader: Loader | None = None
         self._stopped = False
         self._saving: list[saved.Background] = []
@@ -217,7 +221,14 @@ class Trainer:
         pauses = [pause_every] if isinstance(pause_every, int) else list(pause_every or ())
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
-        loader = Loader(batches, self._names, skip_nonfinite=self._skip, timeout=self._data_timeout, limit=steps)
+        loader = Loader(
+            batches,
+            self._names,
+            skip_nonfinite=self._skip,
+            timeout=self._data_timeout,
+            limit=steps,
+            stop_asked=lambda: self.stop_asked,
+        )
         self._loader, self._stopped = loader, False
         started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
         first = last = float("nan")
@@ -241,6 +252,8 @@ class Trainer:
                     self._tuning.begin()
                 self._run(self._take, stop, count, abandon=loader.stop)
                 self._stopped = self._engine.stopped
+                if self._engine.untrained:
+                    self._taken = self._places[-self._engine.untrained] - loader.skipped
                 if self._tuning is not None and not self._stopped:
                     self._tune(self._tuning)
                 if self.steps < stop or self.stopped:
@@ -257,8 +270,11 @@ class Trainer:
 
     def _take(self) -> Batch | None:
         assert self._loader is not None
+        place = self.position
         batch = self._loader.next()
-        self._taken += batch is not None
+        if batch is not None:
+            self._taken += 1
+            self._places.append(place)
         return batch
 
     @property
@@ -270,6 +286,11 @@ class Trainer:
     def stop(self) -> None:
         """Asks `fit` to return: all workers do so after the same step, within a few. For signal handlers and other threads."""
         self._ops.stop_asked = True
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether this worker has been asked to stop, and `fit` has not heard it yet."""
+        return self._ops.stop_asked
 
     @property
     def stopped(self) -> bool:
@@ -529,8 +550,13 @@ class Trainer:
         self._rows.together(work if self.rank == 0 else None, what=what)
 
     def wait_for(self, work: Callable[[], T], *, what: str, limit: float) -> T:
-        """Does what may take longer than workers wait for each other, at most `limit` seconds; returns when all have done it."""
-        return self._rows.patiently(work, what=what, limit=limit)
+        """Does what may take longer than workers wait for each other, at most `limit` seconds; returns when all have done it.
+        Raises errors.Stopped on all of them if one is asked to stop meanwhile."""
+        return self._rows.patiently(work, what=what, limit=limit, stop_asked=lambda: self.stop_asked)
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether it is so on one of the workers; all of them call it."""
+        return self._rows.any(flag)
 
     def from_first(self, value: Any) -> Any:
         """The first worker's value, on every worker."""

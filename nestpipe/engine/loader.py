@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from nestpipe.batch import Batch, NotFinite, check_batch
+from nestpipe.errors import Stopped
 
 AHEAD = 2
+MOMENT = 0.1  # seconds, after which a worker that waits for a batch looks whether it has been asked to stop
 
 
 class _End:
@@ -21,6 +24,7 @@ class Loader:
 
     skipped counts batches left out so far because an input was not finite (only if skip_nonfinite).
     limit: how many batches will be asked for; no more are taken from `batches`, so that another loader may go on there.
+    stop_asked: whether the worker has been asked to stop: a `next` that has to wait then raises Stopped.
     """
 
     def __init__(
@@ -31,10 +35,11 @@ class Loader:
         skip_nonfinite: bool,
         timeout: float,
         limit: int | None = None,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.skipped = 0
         self._names, self._skip, self._timeout = list(feature_names), skip_nonfinite, timeout
-        self._limit = limit
+        self._limit, self._stop_asked = limit, stop_asked
         # Each with the number of batches skipped before it: the thread may be ahead of what was asked for.
         self._queue: queue.Queue[tuple[Batch | BaseException | _End, int]] = queue.Queue(AHEAD)
         self._closed = threading.Event()
@@ -74,13 +79,7 @@ class Loader:
     def next(self) -> Batch | None:
         if self._ended or self._closed.is_set():
             return None
-        try:
-            item, skipped = self._queue.get(timeout=self._timeout)
-        except queue.Empty:
-            self._ended = True  # nobody waits for it a second time
-            raise TimeoutError(
-                f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
-            ) from None
+        item, skipped = self._wait()
         self.skipped = max(self.skipped, skipped)
         self._ended = not isinstance(item, Batch)
         if isinstance(item, _End):
@@ -90,6 +89,21 @@ class Loader:
         if isinstance(item, BaseException):  # sys.exit() in a loader must not end this rank alone, and silently
             raise RuntimeError(f"the data source left with {type(item).__name__}: {item}") from item
         return item
+
+    def _wait(self) -> tuple[Batch | BaseException | _End, int]:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._queue.get(timeout=min(MOMENT, max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                if self._stop_asked():
+                    raise Stopped("asked to stop while waiting for data") from None
+                if time.monotonic() < deadline:
+                    continue
+            self._ended = True  # nobody waits for it a second time
+            raise TimeoutError(
+                f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
+            )
 
     def stop(self) -> None:
         """No more batches are wanted: `next`, also one that waits in another thread, gives None."""
