@@ -457,6 +457,7 @@ class Trainer:
         """Writes tables, model, optimizers, random states and the place in the data to a new folder, which appears only when it
         is complete."""
         self._must_be_quiet("save")
+        self._wait_for_checkpoints()  # one of them may be the same
         saved.save(Path(path), self._content(), self._rows)
 
     def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
@@ -485,9 +486,12 @@ class Trainer:
     def checkpoint(self, into: saved.Background) -> None:
         """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
         self._must_be_quiet("save")
-        for background in self._saving:  # the one before may still be written: a table keeps its rows for one at a time
-            background.wait()
+        self._wait_for_checkpoints()  # a table keeps its rows as they were for one at a time
         into.begin(self._content(into.next_base()))
+
+    def _wait_for_checkpoints(self) -> None:
+        for background in self._saving:
+            background.wait()
 
     def _content(self, base: saved.Base | None = None) -> saved.Content:
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.

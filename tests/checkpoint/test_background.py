@@ -499,6 +499,18 @@ def test_what_was_saved_before_is_not_written_again(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def test_a_save_to_the_place_of_a_checkpoint_under_way_waits_for_it_and_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 1)
+    checkpoints = trainer.checkpoints(tmp_path)
+    told = listening(checkpoints)
+    with instead_of_writing(lambda *_: time.sleep(0.05), trainer):
+        trainer.checkpoint(checkpoints)
+    with pytest.raises(ValueError, match="exists already"):
+        trainer.save(tmp_path / folder_of(1))
+    assert not told and not list(problems(tmp_path / folder_of(1)))
+
+
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"full_every": 0}])
 def test_nothing_to_keep_is_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
