@@ -367,7 +367,9 @@ def _try_evaluation(trainer: Trainer, built: Built, config: Config, split: str) 
             model.eval()
             judge(batch, rows)
         except Exception as error:
-            advice = 'The evaluation after the training would fail so. To train without one: train.eval_split = "none"'
+            advice = (
+                'The evaluation would fail so, if not the training. To train without one: train.eval_split = "none"'
+            )
             if isinstance(error, ValueError):
                 raise ValueError(f"{error}. {advice}") from error
             error.add_note(advice)

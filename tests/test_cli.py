@@ -221,6 +221,11 @@ def test_a_model_in_the_working_directory_is_found_and_its_failure_shows_where(
     clicks.write_text(text)
     assert run("train", clicks, "--out", "run") == 1
     error = capsys.readouterr().err
+    assert "rank 0, a first look at the evaluation on 'test': KeyError: 'no such feature'" in error
+    assert "own_model_of_test_cli.py" in error and "line 4" in error
+    assert not (tmp_path / "run").exists()
+    assert run("train", clicks, "--out", "run", "--set", "train.eval_split=none") == 1
+    error = capsys.readouterr().err
     assert "rank 0, batch 0: KeyError: 'no such feature'" in error
     assert "own_model_of_test_cli.py" in error and "line 4" in error
     assert not (tmp_path / "run" / "result.json").exists() and not (tmp_path / "run" / "final").exists()

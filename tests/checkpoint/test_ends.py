@@ -249,6 +249,11 @@ class Asked:
         if self._trainer is not None and self._trainer.rank == self._trainer.world - 1:
             self._trainer.stop()
 
+    def _ask_and_wait(self) -> None:
+        self._ask()
+        if not self._over.wait(60):
+            raise AssertionError("it was asked to stop, and goes on waiting")
+
     def _patch(self, place: Any, name: str, value: Any) -> None:
         self._stack.enter_context(Patched(place, name, value))
 
@@ -269,8 +274,7 @@ class Asked:
         def batches(data: SyntheticClicks, split: str, **options: Any) -> Iterator[Batch]:
             for number, batch in enumerate(original(data, split, **options)):
                 if split == "train" and number == 8 and options["rank"] == options["world"] - 1:
-                    self._ask()
-                    self._over.wait(60)
+                    self._ask_and_wait()
                 yield batch
 
         self._patch(SyntheticClicks, "batches", batches)
@@ -280,8 +284,7 @@ class Asked:
 
         def skip(batches: dataset.Indexed, count: int) -> int:
             if count and self._trainer.rank == self._trainer.world - 1:
-                self._ask()
-                self._over.wait(60)
+                self._ask_and_wait()
             return original(batches, count)
 
         self._patch(dataset.Indexed, "skip", skip)
