@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint in --out")
     train.add_argument("--restarts", type=_not_negative, default=0, metavar="K",
                        help="when a worker is lost, start all again from the newest sound checkpoint, up to K times")  # fmt: skip
+    # By our own launcher, which has seen that the folder was new: what it starts again goes on from what the first start saved.
+    # (Started again by another launcher after it was refused, a run must not go on in the folder of another one.)
+    train.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("evaluate", help="evaluate a finished run")
@@ -178,14 +181,16 @@ def _train(arguments: argparse.Namespace) -> int:
         def check() -> None:
             if arguments.resume and arguments.out is None:
                 raise ValueError("--resume needs the run folder to go on in: --out RUN")
-            config.read(arguments.config, overrides)
+            parsed = config.read(arguments.config, overrides)
             run.check_writable(folder=folder, json_file=arguments.json)
+            if not arguments.resume:
+                run.check_unused(parsed, folder)
 
         problem = _guard(check, 0)
         if problem:
             return problem
         if arguments.workers > 1 or arguments.restarts:
-            passed = ["train", str(arguments.config), "--out", str(folder)]
+            passed = ["train", str(arguments.config), "--out", str(folder), "--launched"]
             passed += ["--json", str(arguments.json)] if arguments.json else []
             passed += ["--trace"] if arguments.trace else []
             passed += ["--resume"] if arguments.resume else []
@@ -193,7 +198,7 @@ def _train(arguments: argparse.Namespace) -> int:
             return _launch(arguments, passed, restarts=arguments.restarts)
     else:
         folder = arguments.out or Path("runs") / arguments.config.stem
-    resume = arguments.resume or process.restarted()
+    resume = arguments.resume or (arguments.launched and process.restarted())
 
     def work() -> None:
         parsed = config.read(arguments.config, overrides)
@@ -226,6 +231,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             config.override(values, override)
         parsed = config.parse(values)
         split = arguments.split or parsed.train.eval_split
+        if split == "none":
+            raise ValueError('the run has train.eval_split = "none": say what to evaluate on with --split')
         metrics = run.evaluate(parsed, checkpoint=arguments.run / run.CHECKPOINT, split=split)
         if _rank() == 0:
             print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
@@ -422,7 +429,8 @@ def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
         )
     if result["skipped_batches"]:
         print(f"{result['skipped_batches']} batches were skipped: something in them was not finite")
-    print("metrics: " + ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items()))
+    if result["metrics"]:
+        print("metrics: " + ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items()))
     print(f"digest: {result['digest']}")
     print(f"results: {folder}/result.json, curves: tensorboard --logdir {folder}, model and tables: {folder}/final")
     if json_file is not None:

@@ -41,7 +41,7 @@ CHOICES: dict[str, dict[str, Collection[str]]] = {
         "lr_decay": ("none", "cosine"),
         "on_nonfinite": ("raise", "skip"),
         "reader": ("auto", "thread", "process"),
-        "eval_split": data_sets.SPLITS,
+        "eval_split": (*data_sets.SPLITS, "none"),
     },
     "schedule": {"name": SCHEDULES, "clustering": CLUSTERINGS},
 }
@@ -71,7 +71,7 @@ class TrainSection:
     dense_optimizer, dense_lr, dense_weight_decay: of the model's own parameters.
     lr_decay: "none", or "cosine": every learning rate falls to a twentieth over `steps`.
     on_nonfinite: "raise" or "skip".
-    eval_split, eval_batch_size: what the run is judged on at its end.
+    eval_split, eval_batch_size: what the run is judged on at its end; "none": it is not.
     eval_every: steps between evaluations on "valid"; 0 means none.
     rank_at: the k of HR@k and NDCG@k.
     exclude_seen: leave a user's own history out of the ranking.

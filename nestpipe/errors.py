@@ -23,6 +23,10 @@ class TrainingError(RuntimeError):
         self.is_ours = is_ours
 
 
+class Stopped(Exception):
+    """A worker has been asked to stop; what was under way is left undone."""
+
+
 class StorageError(OSError):
     """Rows on disk cannot be read or written: the message names the file, the table and what to do. Never a wrong row."""
 

@@ -13,26 +13,32 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
 from nestpipe import trace
-from nestpipe.batch import Batch
+from nestpipe.batch import Batch, Jagged
 from nestpipe.checkpoint import Damaged, complete, folder_of
+from nestpipe.checkpoint import manifest as manifests
 from nestpipe.config import Built, Config, TrainSection, build
 from nestpipe.data import DATASETS, Dataset, reader
 from nestpipe.data.dataset import skip
+from nestpipe.engine.evaluation import judge_losses, judge_ranking
 from nestpipe.engine.step import StepResult
-from nestpipe.metrics import AUC, NormalizedEntropy
+from nestpipe.errors import Stopped, TrainingError
+from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy
 from nestpipe.process import join_group
-from nestpipe.trainer import Trainer
+from nestpipe.tables import Table, did_you_mean
+from nestpipe.trainer import FitResult, Trainer
 
 CHECKPOINT = "final"
+NEXT = "final-next"  # what will take its place, complete, until the one before is out of the way
 PASSING = 0.01  # of train.timeout, that a resumed run may take for each batch that it passes over
+TRIED = 8  # samples that an evaluation is tried with before the training
 log = logging.getLogger("nestpipe")
 
 
@@ -62,18 +68,17 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
     return trainer, built
 
 
-class Stopped(Exception):
-    """Training was asked to stop by a signal, and has saved what it had."""
-
-
 def train(
     config: Config, *, folder: Path, json_file: Path | None, record: bool = False, resume: bool = False
 ) -> dict[str, Any]:
-    """Trains, evaluates, saves; returns what `--json` writes.
+    """Trains, saves, evaluates; returns what `--json` writes. What can be wrong with the evaluation is looked for before the
+    training, and what goes wrong after it costs nothing: the last checkpoint is there.
 
     record: keeps what ran when, for `nestpipe trace`. resume: goes on from the newest sound checkpoint of the run folder, if
-    there is one. SIGTERM saves a checkpoint and raises Stopped.
+    there is one; without it the folder must have no run in it. SIGTERM saves a checkpoint and raises Stopped.
     """
+    if not resume:
+        check_unused(config, folder)
     if _reads_in_process(config):
         reader.prepare()
     trainer, built = make_trainer(config, storage=folder / "storage", record=record)
@@ -94,59 +99,125 @@ def _train(
     record: bool,
     resume: bool,
 ) -> dict[str, Any]:
-    first = trainer.rank == 0
-    saved = folder / "checkpoints" if config.train.checkpoints is None else Path(config.train.checkpoints)
+    first, final, saved = trainer.rank == 0, folder / CHECKPOINT, checkpoint_folder(config, folder)
+    # Until `prepare` nothing in the run folder is touched but checkpoints that are damaged: what is refused leaves it as it was.
+    try:
+        _try_evaluations(trainer, built, config)
+    except Stopped:
+        raise Stopped("stopped by a signal before the first step; there is nothing to save") from None
+    loaded = _resume(trainer, folder, saved) if resume else None
+    checkpoints = trainer.checkpoints(saved, keep=config.train.keep_checkpoints, full_every=config.train.full_every)
+    begun = trainer.steps
+    validate, every = config.train.eval_every, config.train.checkpoint_every
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        _set_aside(folder, None if resume else saved)
+        if (folder / NEXT).exists():
+            _replace_final(folder)
         write_json(folder / "config.json", config.to_dict())
 
-    trainer.on_first(prepare, what="run folder")
-    if resume:
-        _resume(trainer, saved)
-    curves = Curves(folder, enabled=first, steps=config.train.steps, done=trainer.steps)
-    validate, every = config.train.eval_every, config.train.checkpoint_every
-    checkpoints = trainer.checkpoints(saved, keep=config.train.keep_checkpoints, full_every=config.train.full_every)
+    def leave() -> NoReturn:
+        """After a signal: with all that was trained on saved."""
+        if not trainer.steps:
+            raise Stopped("stopped by a signal before the first step; there is nothing to save")
+        path = saved / folder_of(trainer.steps)
+        if trainer.steps == begun and loaded is not None:
+            path = loaded
+        elif not trainer.from_first(path.exists()):
+            trainer.save(path)
+        raise Stopped(f"stopped by a signal after step {trainer.steps}; saved to {path}; go on with --resume")
+
+    def judge(split: str) -> dict[str, float] | None:
+        """None if a worker is asked to stop meanwhile."""
+        try:
+            return evaluate_split(trainer, built, config, split)
+        except TrainingError:
+            if trainer.anywhere(trainer.stop_asked):
+                return None
+            raise
 
     def on_step(result: StepResult) -> None:
         curves.step(result)
         if config.train.lr_decay == "cosine":
             trainer.scale_lr(_cosine(trainer.steps, config.train.steps or 1))
         if validate and trainer.steps % validate == 0:
-            curves.metrics("valid", evaluate_split(trainer, built, config, "valid"), trainer.steps)
+            try:
+                curves.metrics("valid", judge("valid") or {}, trainer.steps)
+            except TrainingError as error:
+                if first:
+                    log.warning(f"the evaluation after step {trainer.steps} failed, training goes on: {error}")
         if every and trainer.steps % every == 0:
             trainer.checkpoint(checkpoints)
 
     what = (built.data, config.train, trainer.rank, trainer.world, trainer.position)
     steps = None if config.train.steps is None else max(0, config.train.steps - trainer.steps)
-    try:
-        with contextlib.ExitStack() as stack:
-            batches: Iterator[Batch] = _epochs(*what)
-            if _reads_in_process(config):
-                batches = stack.enter_context(reader.in_process(_epochs, *what))
-            if trainer.steps and steps != 0:  # passing over what it was trained on before may take long
-                limit = config.train.timeout * (1 + PASSING * trainer.position)
+    with contextlib.ExitStack() as stack:
+        batches: Iterator[Batch] = _epochs(*what)
+        reading = stack.enter_context(contextlib.ExitStack())
+        if _reads_in_process(config):
+            batches = reading.enter_context(reader.in_process(_epochs, *what))
+        more = steps != 0
+        if trainer.steps and more:  # passing over what it was trained on before may take long
+            limit = config.train.timeout * (1 + PASSING * trainer.position)
+            try:
                 head = trainer.wait_for(lambda: next(batches, None), what="passing over data", limit=limit)
-                batches = itertools.chain([] if head is None else [head], batches)
-            pauses = [number for number in (validate, every) if number]
-            fitted = trainer.fit(batches, steps=steps, on_step=on_step, pause_every=pauses)
+            except Stopped:
+                leave()
+            batches = itertools.chain([] if head is None else [head], batches)
+            more = trainer.anywhere(head is not None)
+        finished = loaded == final and not more  # before: all is there, and stays as it is
+        if not finished:
+            trainer.on_first(prepare, what="run folder")
+            loaded = final if loaded == folder / NEXT else loaded
+        curves = Curves(folder, enabled=first and not finished, steps=config.train.steps, done=trainer.steps)
+        stack.callback(curves.close)
+        if trainer.anywhere(trainer.stop_asked):
+            leave()
+        pauses = [number for number in (validate, every) if number]
+        fitted = trainer.fit(batches, steps=steps, on_step=on_step, pause_every=pauses)
+        reading.close()
         curves.close_bar()
         checkpoints.wait()
         if trainer.stopped:
-            path = saved / folder_of(trainer.steps)
-            if not trainer.from_first(path.exists()):
-                trainer.save(path)
-            raise Stopped(f"stopped by a signal after step {trainer.steps}; saved to {path}; go on with --resume")
-        metrics = evaluate_split(trainer, built, config, config.train.eval_split)
-        curves.metrics(config.train.eval_split, metrics, trainer.steps)
-    finally:
-        curves.close()
-    if record:
-        trainer.save_trace(folder)
-    trainer.save(folder / CHECKPOINT)
-    digest, stats, sent = trainer.digest(), trainer.table_stats(), trainer.bytes_sent()
-    result = {
+            leave()
+        if loaded != final or trainer.steps > begun:
+            trainer.save(folder / NEXT)
+            trainer.on_first(lambda: _replace_final(folder), what="final checkpoint")
+        after = f"the training is complete and saved to {final}; `nestpipe evaluate {folder}` judges it"
+        split = config.train.eval_split
+        try:
+            metrics: dict[str, float] | None = {}
+            if split != "none":
+                metrics = None if trainer.anywhere(trainer.stop_asked) else judge(split)
+                if metrics is None:
+                    raise Stopped("stopped by a signal")
+                curves.metrics(split, metrics, trainer.steps)
+            if record and not finished:
+                trainer.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
+            result = {**_told(trainer, config, fitted), "metrics": metrics}
+
+            def write() -> None:
+                if not (finished and (folder / "result.json").exists()):
+                    write_json(folder / "result.json", result)
+                if json_file is not None:
+                    write_json(json_file, result)
+
+            trainer.on_first(write, what="result")
+        except Stopped as error:
+            raise Stopped(f"{error}; {after}") from error
+        except Exception:
+            if first:
+                log.warning(after)
+            raise
+    return result
+
+
+def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]:
+    """What a run tells of its training."""
+    tables = {
+        name: {**stats._asdict(), "bytes_per_row": stats.bytes_per_row} for name, stats in trainer.table_stats().items()
+    }
+    return {
         "schedule": config.schedule.name,
         "micro_batches": trainer.micro_batches,
         "workers": trainer.world,
@@ -157,16 +228,30 @@ def _train(
         "first_loss": fitted.first_loss,
         "last_loss": fitted.last_loss,
         "skipped_batches": fitted.skipped,
-        "metrics": metrics,
-        "digest": digest,
-        "bytes_sent": sent,
-        "tables": {name: {**one._asdict(), "bytes_per_row": one.bytes_per_row} for name, one in stats.items()},
+        "digest": trainer.digest(),
+        "bytes_sent": trainer.bytes_sent(),
+        "tables": tables,
     }
-    if first:
-        write_json(folder / "result.json", result)
-        if json_file is not None:
-            write_json(json_file, result)
-    return result
+
+
+def checkpoint_folder(config: Config, folder: Path) -> Path:
+    return folder / "checkpoints" if config.train.checkpoints is None else Path(config.train.checkpoints)
+
+
+def check_unused(config: Config, folder: Path) -> None:
+    """Raises ValueError if there is a run in the folder already, or checkpoints of one where this one's belong."""
+    for name in ("config.json", "result.json", CHECKPOINT, NEXT, "tensorboard"):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder} has a run in it already ({name}): go on with it by --resume (from the beginning, if it has saved "
+                f"nothing yet), or choose another --out"
+            )
+    saved = checkpoint_folder(config, folder)
+    for path in complete(saved):
+        raise ValueError(
+            f"{saved} has checkpoints of a run ({path.name}): go on with it by --resume, or choose another --out or "
+            f"train.checkpoints"
+        )
 
 
 def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float]:
@@ -183,21 +268,115 @@ def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float
 def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -> dict[str, float]:
     """HR@k and NDCG@k for a model that ranks candidates, AUC and normalized entropy for one that predicts clicks."""
     settings = config.train
-    batches = built.data.batches(
-        split, batch_size=settings.eval_batch_size, rank=trainer.rank, world=trainer.world, seed=settings.seed
+    batches = _unless_stopped(trainer, _judged(built, config, split, rank=trainer.rank, world=trainer.world))
+    if not _ranks(built):
+        return trainer.evaluate(batches, _click_metrics())
+    history, table = _history(built)
+    return trainer.evaluate_ranking(
+        batches,
+        table=table.name,
+        candidates=built.data.candidates(),  # type: ignore[attr-defined]
+        ks=settings.rank_at,
+        history=history,
+        exclude_seen=settings.exclude_seen,
     )
-    if hasattr(built.model, "score") and hasattr(built.data, "candidates"):
-        history = getattr(built.model, "history", "history")
-        table = next(feature.table for feature in built.features if feature.name == history)
-        return trainer.evaluate_ranking(
-            batches,
-            table=table,
-            candidates=built.data.candidates(),
-            ks=settings.rank_at,
-            history=history,
-            exclude_seen=settings.exclude_seen,
+
+
+def _judged(built: Built, config: Config, split: str, *, rank: int, world: int) -> Iterable[Batch]:
+    settings = config.train
+    return built.data.batches(split, batch_size=settings.eval_batch_size, rank=rank, world=world, seed=settings.seed)
+
+
+def _click_metrics() -> dict[str, Any]:
+    return {"AUC": AUC(), "NE": NormalizedEntropy()}
+
+
+def _unless_stopped(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        if trainer.stop_asked:
+            raise Stopped("asked to stop during an evaluation")
+        yield batch
+
+
+def _ranks(built: Built) -> bool:
+    """Whether the data is for ranking candidates; then the model must be able to."""
+    if not hasattr(built.data, "candidates"):
+        return False
+    missing = [name for name in ("query", "score") if not hasattr(built.model, name)]
+    if missing:
+        raise ValueError(
+            f"the data asks for a ranking of its items, and {type(built.model).__name__} has no {' and no '.join(missing)}: "
+            f"give it query(batch, rows) -> [B, D] and score(query, candidate_rows) -> [B, N]; or do not evaluate: "
+            f'train.eval_split = "none", train.eval_every = 0'
         )
-    return trainer.evaluate(batches, {"AUC": AUC(), "NE": NormalizedEntropy()})
+    return True
+
+
+def _history(built: Built) -> tuple[str, Table]:
+    """The feature whose keys were seen, and its table, whose rows the candidates have."""
+    history = getattr(built.model, "history", "history")
+    tables = {table.name: table for table in built.tables}
+    for feature in built.features:
+        if feature.name == history:
+            return history, tables[feature.table]
+    names = [feature.name for feature in built.features]
+    raise ValueError(f"ranking: the model's history is feature {history!r}, {did_you_mean(history, names)}")
+
+
+def _try_evaluations(trainer: Trainer, built: Built, config: Config) -> None:
+    """Judges the first samples of what will be evaluated, with rows of no meaning: what cannot be is told before the training."""
+    splits = [config.train.eval_split, *(["valid"] if config.train.eval_every else [])]
+    for split in dict.fromkeys(split for split in splits if split != "none"):
+        trainer.wait_for(
+            lambda split=split: _try_evaluation(trainer, built, config, split),  # type: ignore[misc]
+            what=f"a first look at the evaluation on {split!r}",
+            limit=config.train.timeout,
+        )
+
+
+def _try_evaluation(trainer: Trainer, built: Built, config: Config, split: str) -> None:
+    ranks = _ranks(built)
+    batch = next(iter(_judged(built, config, split, rank=trainer.rank, world=trainer.world)), None)
+    if batch is None or not batch.size:
+        return
+    model = built.model
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        batch = batch.slice(0, min(batch.size, TRIED)).to(device)
+        dims = {table.name: table.dim for table in built.tables}
+        rows: dict[str, Any] = {}
+        for feature in built.features:
+            keys, dim = batch.keys[feature.name], dims[feature.table]
+            if feature.pooling is None:
+                rows[feature.name] = Jagged(0.02 * torch.randn(len(keys.values), dim, device=device), keys.offsets)
+            else:
+                rows[feature.name] = 0.02 * torch.randn(batch.size, dim, device=device)
+        if ranks:
+            history, table = _history(built)
+            candidates = torch.empty(0, dtype=torch.int64) if batch.labels is None else batch.labels.unique()
+            exclude = history if config.train.exclude_seen else None
+            metrics: dict[str, Any] = {f"HR@{k}": HitRate(k) for k in config.train.rank_at}
+            metrics |= {f"NDCG@{k}": NDCG(k) for k in config.train.rank_at}
+            of_candidates = 0.02 * torch.randn(len(candidates), table.dim, device=device)
+            judge = judge_ranking(model, metrics, of_candidates, candidates, exclude)
+        else:
+            judge, _ = judge_losses(model, _click_metrics())
+        try:
+            model.eval()
+            judge(batch, rows)
+        except Exception as error:
+            advice = (
+                'The evaluation would fail so, if not the training. To train without one: train.eval_split = "none"'
+            )
+            if isinstance(error, ValueError):
+                raise ValueError(f"{error}. {advice}") from error
+            error.add_note(advice)
+            raise
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
 
 
 def _reads_in_process(config: Config) -> bool:
@@ -205,22 +384,39 @@ def _reads_in_process(config: Config) -> bool:
     return {"auto": parses, "thread": False, "process": True}[config.train.reader]
 
 
-def _resume(trainer: Trainer, folder: Path) -> None:
-    """Loads the newest sound checkpoint; what is wrong with newer ones is told, and they are put out of the way."""
-    names = trainer.from_first([path.name for path in complete(folder)])
-    for name in names:
+def _resume(trainer: Trainer, folder: Path, saved: Path) -> Path | None:
+    """Loads the newest sound checkpoint and returns it; what is wrong with newer ones is told, and they are put out of the way
+    once one has been loaded."""
+    damaged, loaded = [], None
+    for path in trainer.from_first(_newest_first(folder, saved)):
         try:
-            trainer.load(folder / name)
+            trainer.load(path)
         except Damaged as error:
+            damaged.append(path)
             if trainer.rank == 0:
                 log.warning(f"{error}")
-            trainer.on_first(functools.partial(_put_aside, folder / name), what="checkpoint")
             continue
-        if trainer.rank == 0:
-            log.warning(f"resuming after step {trainer.steps}, from {folder / name}")
-        return
-    if trainer.rank == 0:
-        log.warning(f"no {'sound ' if names else ''}checkpoint in {folder}: starting from the beginning")
+        loaded = path
+        break
+    for path in damaged:
+        trainer.on_first(functools.partial(_put_aside, path), what="checkpoint")
+    if trainer.rank == 0 and loaded is not None:
+        log.warning(f"resuming after step {trainer.steps}, from {loaded}")
+    elif trainer.rank == 0:
+        log.warning(f"no {'sound ' if damaged else ''}checkpoint in {saved}: starting from the beginning")
+    return loaded
+
+
+def _newest_first(folder: Path, saved: Path) -> list[Path]:
+    """All that a run can go on from; of the same step, the one that would be evaluated first."""
+    places = [(manifests.step_of(path.name), 0, path) for path in complete(saved)]
+    for order, path in enumerate((folder / CHECKPOINT, folder / NEXT), 1):
+        if path.exists():
+            try:
+                places.append((manifests.read(path).step, order, path))
+            except Damaged:
+                places.append((sys.maxsize, order, path))  # it is told and put out of the way, as others are
+    return [path for *_, path in sorted(places, reverse=True)]
 
 
 def _put_aside(path: Path) -> None:
@@ -260,14 +456,15 @@ def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int, passed
             return  # this rank's share is empty; it takes part without data
 
 
-def _set_aside(folder: Path, checkpoints: Path | None) -> None:
-    """An earlier run's result must not stand beside this one's; its checkpoints are kept under another name."""
+def _replace_final(folder: Path) -> None:
+    """The one before is kept under another name; what told of it goes."""
+    old = folder / CHECKPOINT
     (folder / "result.json").unlink(missing_ok=True)
     trace.clear(folder)
-    for old in (folder / CHECKPOINT, *([checkpoints] if checkpoints is not None else [])):
-        if old.exists():
-            free = (old.with_name(f"{old.name}-{number}") for number in itertools.count(1))
-            old.rename(next(path for path in free if not path.exists()))
+    if old.exists():
+        free = (old.with_name(f"{old.name}-{number}") for number in itertools.count(1))
+        old.rename(next(path for path in free if not path.exists()))
+    (folder / NEXT).rename(old)
 
 
 def _cosine(step: int, steps: int) -> float:
@@ -316,7 +513,10 @@ class Curves:
             return
         from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        try:
+            self._writer = SummaryWriter(str(folder / "tensorboard"))
+        except OSError as error:
+            self._lose(error)
         self._bar = tqdm(
             total=steps, initial=done, unit="step", mininterval=0.2, dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
@@ -336,18 +536,30 @@ class Curves:
             if self._bar.disable and now - self._said > SAY_EVERY:
                 print(f"step {result.step}{self._of}: {state}", file=sys.stderr, flush=True)
                 self._said = now
-            self._writer.add_scalar("train/loss", result.loss, result.step)
-            self._writer.add_scalar("train/samples_per_second", rate, result.step)
+            self._scalar("train/loss", result.loss, result.step)
+            self._scalar("train/samples_per_second", rate, result.step)
             self._since, self._samples = now, 0
         self._bar.update(1)
 
     def metrics(self, split: str, metrics: dict[str, float], step: int) -> None:
-        if self._writer is None:
+        if self._bar is None or not metrics:  # none: it was not evaluated to the end
             return
         for name, value in metrics.items():
-            self._writer.add_scalar(f"{split}/{name}", value, step)
+            self._scalar(f"{split}/{name}", value, step)
         text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         tqdm.write(f"step {step}, {split}: {text}")
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.add_scalar(name, value, step)
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """A full disk ends the curves, not the training."""
+        self._writer = None
+        log.warning(f"no more curves: they cannot be written ({error})")
 
     def close_bar(self) -> None:
         if self._bar is not None:
@@ -356,4 +568,7 @@ class Curves:
     def close(self) -> None:
         self.close_bar()
         if self._writer is not None:
-            self._writer.close()
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._lose(error)

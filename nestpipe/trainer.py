@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -10,10 +11,11 @@ import json
 import logging
 import sys
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -86,6 +88,15 @@ class FitResult:
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
+
+
+class Taken(NamedTuple):
+    """A batch, where in this worker's data it was, and how many had been skipped when it was asked for, and when it came."""
+
+    batch: Batch
+    place: int
+    skipped_before: int
+    skipped: int
 
 
 class Trainer:
@@ -168,9 +179,11 @@ class Trainer:
             self.config: dict[str, Any] | None = None  # what it was made from: goes into checkpoints, as JSON
             self._taken = 0  # batches that this worker has taken from its data, those left out included
             self._loader: Loader | None = None
+            self._recent: collections.deque[Taken] = collections.deque()  # the last ones that it has taken
             self._left: tuple[Any, Loader] | None = None  # an iterator, and who has read ahead in it
             self._stopped = False
             self._saving: list[saved.Background] = []
+            self._run_id: str | None = uuid.uuid4().hex  # goes into checkpoints; one that goes on keeps it
             self._lr_factor = 1.0
             self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
             self._skip = on_nonfinite == "skip"
@@ -311,6 +324,7 @@ class Trainer:
             timeout=self._data_timeout,
             limit=steps,
             after=left[1] if left is not None and left[0] is batches else None,
+            stop_asked=lambda: self._ops.stop_asked or self._ops.has_quit,
         )
         self._loader, self._stopped = loader, False
         self._ops.has_quit = self._ops.quitting = False
@@ -337,7 +351,6 @@ class Trainer:
         def interrupted() -> None:
             log.warning("Ctrl-C: training stops after the batches under way; press it again to stop at once")
             self.stop()
-            loader.stop()
 
         try:
             with process.first_interrupt(interrupted) as asked:
@@ -349,6 +362,8 @@ class Trainer:
                         stop = min(stop, self.steps + STEPS)
                         self._tuning.begin()
                     self._run(self._take, stop, count, abandon=loader.stop)
+                    if self._engine.untrained:
+                        self._give_back(self._engine.untrained)
                     if self._rows.any(problem is not None):
                         break
                     self._stopped = self._engine.stopped
@@ -377,9 +392,21 @@ class Trainer:
 
     def _take(self) -> Batch | None:
         assert self._loader is not None
+        place, skipped = self.position, self._loader.skipped
         batch = self._loader.next()
-        self._taken += batch is not None
+        if batch is not None:
+            self._taken += 1
+            self._recent.append(Taken(batch, place, skipped, self._loader.skipped))
+            while len(self._recent) > self._engine.schedule.look_ahead + 2:
+                self._recent.popleft()
         return batch
+
+    def _give_back(self, count: int) -> None:
+        """The last `count` batches have been taken and not trained on: who goes on gets them again."""
+        assert self._loader is not None
+        taken = list(self._recent)[-count:]
+        self._loader.take_back([(entry.batch, entry.skipped) for entry in taken], taken[0].skipped_before)
+        self._taken = taken[0].place - taken[0].skipped_before
 
     @property
     def position(self) -> int:
@@ -390,6 +417,11 @@ class Trainer:
     def stop(self) -> None:
         """Asks `fit` to return: all workers do so after the same step, within a few. For signal handlers and other threads."""
         self._ops.stop_asked = True
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether this worker has been asked to stop, and `fit` has not heard it yet."""
+        return self._ops.stop_asked
 
     @property
     def stopped(self) -> bool:
@@ -577,10 +609,12 @@ class Trainer:
     def save(self, path: str | Path) -> None:
         """Writes tables, model, optimizers, random states and the place in the data to a new folder, which appears only when it
         is complete."""
+        self._wait_for_checkpoints()  # one of them may be the same
         saved.save(Path(path), self._content(), self._rows)
 
     def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
-        """For checkpoints that are written while training goes on; see `checkpoint`.
+        """For checkpoints that are written while training goes on; see `checkpoint`. The folder is for those of one run: a new
+        one, or the one that this trainer was loaded from.
 
         keep: how many stay. full_every: of so many checkpoints one is full, the others hold what has changed since it.
         """
@@ -589,17 +623,29 @@ class Trainer:
         if full_every > 1:
             for store in self._stores():
                 store.track_changes()
-        made = saved.Background(Path(folder), self._rows, keep=keep, full_every=full_every, tell=log.warning)
+        made = saved.Background(
+            Path(folder),
+            self._rows,
+            run=self._run_id,
+            step=self.steps,
+            keep=keep,
+            full_every=full_every,
+            tell=log.warning,
+        )
         self._saving.append(made)
         return made
 
     @_between_steps("save")
     def checkpoint(self, into: saved.Background) -> None:
         """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
-        into.wait()  # for the one before, if that is still being written
+        self._wait_for_checkpoints()  # a table keeps its rows as they were for one at a time
         into.begin(self._content(into.next_base()))
 
-    def _content(self, base: str | None = None) -> saved.Content:
+    def _wait_for_checkpoints(self) -> None:
+        for background in self._saving:
+            background.wait()
+
+    def _content(self, base: saved.Base | None = None) -> saved.Content:
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         plan = self._ops.plan
         names = [store.table.name for store in self._stores()]
@@ -609,6 +655,7 @@ class Trainer:
             "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
             "micro_batches": measured,
             "config": self.config,
+            "run": self._run_id,
             "owners": {name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
         }
         return saved.Content(self._stores(), self._dense, self.steps, self.position, settings, base)
@@ -642,6 +689,8 @@ class Trainer:
         finally:
             self._calls.pop()
         self.steps, settings = loaded.step, loaded.settings
+        if tables is None:
+            self._run_id = settings.get("run")
         # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
         same = len(loaded.positions) == self.world
         self._taken = loaded.positions[self.rank] if same else sum(loaded.positions) // self.world
@@ -685,8 +734,13 @@ class Trainer:
         self._rows.together(work if self.rank == 0 else None, what=what)
 
     def wait_for(self, work: Callable[[], T], *, what: str, limit: float) -> T:
-        """Does what may take longer than workers wait for each other, at most `limit` seconds; returns when all have done it."""
-        return self._rows.patiently(work, what=what, limit=limit)
+        """Does what may take longer than workers wait for each other, at most `limit` seconds; returns when all have done it.
+        Raises errors.Stopped on all of them if one is asked to stop meanwhile."""
+        return self._rows.patiently(work, what=what, limit=limit, stop_asked=lambda: self.stop_asked)
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether it is so on one of the workers; all of them call it."""
+        return self._rows.any(flag)
 
     def from_first(self, value: Any) -> Any:
         """The first worker's value, on every worker."""

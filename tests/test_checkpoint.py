@@ -309,7 +309,7 @@ def test_a_table_on_disk_is_saved_and_loaded_in_blocks_into_either_tier(
 ) -> None:
     monkeypatch.setattr(loading, "BLOCK_BYTES", block_bytes)
     store = trained_on_disk(tmp_path / "one", **settings)
-    saving._save_table(tmp_path / "saved", store=store, changed=False)
+    saving._save_table(tmp_path / "saved", store=store, since=None)
     arrays = load_arrays(tmp_path / "saved")  # the library reads it
     assert sorted(arrays["keys"].tolist()) == sorted(store.items()[0].tolist())
     assert bool(len(arrays["shared"])) == bool(len(arrays["seen"])) == store.shares_rows
@@ -345,7 +345,7 @@ def test_saving_loading_and_digest_take_the_memory_of_a_few_blocks(tmp_path: Pat
     tracemalloc.start()
     try:
         digest = store.digest()
-        saving._save_table(tmp_path / "saved", store=store, changed=False)
+        saving._save_table(tmp_path / "saved", store=store, since=None)
         loading._load_table(tmp_path / "saved", other, Alone())  # type: ignore[arg-type]
         assert other.digest() == digest
         assert tracemalloc.get_traced_memory()[1] < 42_000_000 < (tmp_path / "saved").stat().st_size / 1.9

@@ -104,17 +104,38 @@ def test_train_writes_a_result_and_the_same_digest_twice(
     assert other["digest"] != first["digest"] and other["steps"] == 3
 
 
-def test_evaluate_gives_the_metrics_of_the_run_also_when_its_folder_was_used_before(
-    clicks: Path, tmp_path: Path
-) -> None:
+def test_evaluate_gives_the_metrics_of_the_run(clicks: Path, tmp_path: Path) -> None:
     out, judged = tmp_path / "run", tmp_path / "judged.json"
-    for lr in (0.1, 0.5):
-        assert run("train", clicks, "--out", out, "--set", f"tables.f*.lr={lr}", "--schedule", "serial") == 0
-        assert run("evaluate", out, "--json", judged) == 0
-        assert read(judged) == {"split": "test", "metrics": read(out / "result.json")["metrics"]}
-    assert (out / "final-1").is_dir(), "the checkpoint of the first run is kept"
+    assert run("train", clicks, "--out", out, "--schedule", "serial") == 0
+    assert run("evaluate", out, "--json", judged) == 0
+    assert read(judged) == {"split": "test", "metrics": read(out / "result.json")["metrics"]}
     assert run("evaluate", out, "--split", "valid", "--json", judged) == 0
     assert read(judged)["split"] == "valid"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_folder_with_a_run_in_it_is_refused_before_anything_starts(
+    clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "result.json").write_text("{}")
+    assert run("train", clicks, "--out", out, "--workers", str(workers)) == 1
+    error = capsys.readouterr().err
+    assert error.count("nestpipe: error: ") == 1 and f"{out} has a run in it already (result.json)" in error
+    assert "--resume" in error and "--out" in error
+    assert [path.name for path in out.iterdir()] == ["result.json"]
+
+
+def test_another_launcher_that_starts_a_refused_run_again_does_not_make_it_go_on_in_the_folder_of_another(
+    clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", clicks, "--out", out, "--set", "train.steps=2") == 0
+    before = (out / "result.json").read_text()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run("train", clicks, "--out", out) == 1
+    assert "has a run in it already" in capsys.readouterr().err and (out / "result.json").read_text() == before
 
 
 def test_every_schedule_tier_and_reader_ends_with_the_same_digest_and_a_trace_shows_it(
@@ -199,6 +220,11 @@ def test_a_model_in_the_working_directory_is_found_and_its_failure_shows_where(
     text = CLICKS.replace('kind = "dlrm"\nbottom = [8]\ntop = [8]', 'kind = "own_model_of_test_cli:Ranker"')
     clicks.write_text(text)
     assert run("train", clicks, "--out", "run") == 1
+    error = capsys.readouterr().err
+    assert "rank 0, a first look at the evaluation on 'test': KeyError: 'no such feature'" in error
+    assert "own_model_of_test_cli.py" in error and "line 4" in error
+    assert not (tmp_path / "run").exists()
+    assert run("train", clicks, "--out", "run", "--set", "train.eval_split=none") == 1
     error = capsys.readouterr().err
     assert "rank 0, batch 0: KeyError: 'no such feature'" in error
     assert "own_model_of_test_cli.py" in error and "line 4" in error

@@ -11,11 +11,12 @@ on, `loading` reads on any number of workers, `manifest` says what is sound, `co
 """
 
 from nestpipe.checkpoint.loading import Loaded, load, set_torch_rng
-from nestpipe.checkpoint.manifest import Damaged, complete, folder_of, problems
+from nestpipe.checkpoint.manifest import Base, Damaged, complete, folder_of, problems
 from nestpipe.checkpoint.saving import Background, Content, save
 
 __all__ = [
     "Background",
+    "Base",
     "Content",
     "Damaged",
     "Loaded",

@@ -21,7 +21,7 @@ def inspect(path: Path) -> str:
     if not (path / manifests.MANIFEST).exists() and manifests.complete(path):
         return "\n".join(_line(one) for one in manifests.complete(path))
     newest = manifests.chain(path)[0]
-    kind = "all rows" if newest.base is None else f"rows changed since {newest.base}, which it needs"
+    kind = "all rows" if newest.base is None else f"rows changed since {newest.base.name}, which it needs"
     lines = [
         f"{path}: step {newest.step}, saved by {newest.world} worker(s), {newest.num_bytes / 1e6:,.1f} MB, {kind}",
     ]
@@ -48,7 +48,7 @@ def _line(path: Path) -> str:
     except manifests.Damaged as error:
         return f"{path.name}: {error}"
     return f"{path.name}: {one.num_bytes / 1e6:,.1f} MB, " + (
-        "full" if one.base is None else f"changes since {one.base}"
+        "full" if one.base is None else f"changes since {one.base.name}"
     )
 
 

@@ -14,15 +14,18 @@ from typing import NoReturn
 from nestpipe.process import end_with
 
 ATTEMPTS, ALIVE_WITHIN = 5, 3.0  # of a fork; seconds
+DONE = b"done "
 NICE = 10  # by how much the process that writes gives way to those that train
 
 
 class Child:
-    """A forked process, and the pipe through which it says how it went. problem: known when it is no longer running."""
+    """A forked process, and the pipe through which it says how it went. problem, and what its work returned: known when it is no
+    longer running."""
 
     def __init__(self, pid: int, pipe: int, problem: OSError | None = None) -> None:
         self._pid, self._pipe, self.problem = pid, pipe, problem
-        self._said = b""
+        self._said, self.parent = b"", os.getpid()
+        self.returned = ""
 
     def is_running(self) -> bool:
         while self._pipe >= 0:
@@ -35,14 +38,16 @@ class Child:
                 os.close(self._pipe)
                 self._pipe = -1
                 os.waitpid(self._pid, 0)
-                if self._said != b"done":
+                if self._said.startswith(DONE):
+                    self.returned = self._said.removeprefix(DONE).decode()
+                else:
                     self.problem = OSError(
                         self._said.decode(errors="replace") or "the process that wrote it was killed"
                     )
         return False
 
 
-def fork(work: Callable[[], None]) -> Child:
+def fork(work: Callable[[], str | None]) -> Child:
     """A process that has begun to work. One that does not come to life is given up and another one is tried: a thread that was
     just ending (those of the lanes are) may hold a lock of the interpreter, and nobody ever gives it back in the copy."""
     for _ in range(ATTEMPTS):
@@ -52,7 +57,7 @@ def fork(work: Callable[[], None]) -> Child:
     raise OSError(f"{ATTEMPTS} forked processes did not come to life within {ALIVE_WITHIN:g} s each")
 
 
-def _try_to_fork(work: Callable[[], None]) -> Child | None:
+def _try_to_fork(work: Callable[[], str | None]) -> Child | None:
     ours, theirs = os.pipe()
     parent = os.getpid()
     try:
@@ -81,7 +86,7 @@ def _try_to_fork(work: Callable[[], None]) -> Child | None:
     return None
 
 
-def _run_and_leave(work: Callable[[], None], pipe: int, parent: int) -> NoReturn:
+def _run_and_leave(work: Callable[[], str | None], pipe: int, parent: int) -> NoReturn:
     """In the forked process: no threads of torch, no locks that another thread may have held, nothing but arrays and files."""
     try:
         os.write(pipe, b"+")
@@ -92,8 +97,7 @@ def _run_and_leave(work: Callable[[], None], pipe: int, parent: int) -> NoReturn
         for number in (signal.SIGTERM, signal.SIGINT):  # those are for the one that trains; it waits for this one
             signal.signal(number, signal.SIG_IGN)
         try:
-            work()
-            said = b"done"
+            said = DONE + (work() or "").encode()
         except BaseException as error:
             said = (str(error) or type(error).__name__).encode()
         os.write(pipe, said[:4000])

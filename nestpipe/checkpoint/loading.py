@@ -62,6 +62,7 @@ def load(
     chain = _alike(transport, lambda: manifests.chain(path))
     wanted = _alike(transport, lambda: _wanted(chain[0], stores, tables))
     _alike(transport, lambda: _check(chain, transport))
+    _alike(transport, lambda: _check_rows(chain, transport))
     put_dense = _alike(transport, lambda: _read_dense(chain[0].path, dense))
     for store in wanted:
         place(store.table.name, _owners(chain[0], store, transport))
@@ -86,11 +87,20 @@ def _alike(transport: Transport, work: Callable[[], T]) -> T:
 
 def _check(chain: Sequence[Manifest], transport: Transport) -> None:
     """Every byte; workers share the reading."""
-    files = [(one, name) for one in chain for name in sorted(one.files)]
-    for one, name in files[transport.rank :: transport.world]:
-        problem = manifests.problem_of(one, name)
-        if problem is not None:
-            raise Damaged(f"{problem}. Nothing was loaded; take an earlier checkpoint")
+    mine = slice(transport.rank, None, transport.world)
+    for manifest, name in manifests.to_check(chain)[mine]:
+        _refuse(manifests.problem_of(manifest, name))
+
+
+def _check_rows(chain: Sequence[Manifest], transport: Transport) -> None:
+    """That every key has a row, here or in the full checkpoint; after `_check`."""
+    for table, worker in manifests.parts(chain)[transport.rank :: transport.world]:
+        _refuse(manifests.lost_row(chain, table, worker))
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise Damaged(f"{problem}. Nothing was loaded; take an earlier checkpoint")
 
 
 def _wanted(manifest: Manifest, stores: Sequence[TableStore], tables: Sequence[str] | None) -> list[TableStore]:
@@ -131,7 +141,6 @@ def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport
             _load_unchanged(chain, store, transport)
         # The last step is the last one that was trained on.
         store.resume(updates=saved[store.table.name]["updates"], step=max(0, newest.step - 1))
-        store.forget_changes()
     return Loaded(newest.step, newest.settings, [int(state["position"]) for state in states], rng)
 
 

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-FORMAT = 2
+import numpy as np
+
+from nestpipe.tensorfile import TensorReader
+
+FORMAT = 3
+BEFORE = 2  # the same, but that an incremental one named its base without saying which bytes that was
 MANIFEST, SUM = "manifest.json", "manifest.sum"
 DENSE, OPTIMIZER, OPTIMIZER_SETTINGS = "dense.safetensors", "dense-optimizer.safetensors", "dense-optimizer.json"
 EXTRA = "extra_state"  # of the model, as JSON, in the metadata of DENSE
@@ -32,10 +37,22 @@ class Damaged(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Base:
+    """A full checkpoint, a folder beside the one that builds on it. crc: of its manifest, so that another one under the same name
+    is not taken for it. step: rows that no batch from this step on has used are as they are there."""
+
+    name: str
+    crc: int
+
+    @property
+    def step(self) -> int:
+        return step_of(self.name)
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
-    """path: the checkpoint's folder.
-    base: the name of the full checkpoint, a folder beside this one, that rows which have not changed since lie in; None: this
-        one is full.
+    """path: the checkpoint's folder. crc: of the manifest itself, where it was read.
+    base: where rows lie that have not changed since; None: this one is full.
     tables: what was declared of each; settings: what the trainer wants back. files: {name: (bytes, CRC-32)}.
     """
 
@@ -45,7 +62,8 @@ class Manifest:
     tables: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]
     files: Mapping[str, tuple[int, int]]
-    base: str | None = None
+    base: Base | None = None
+    crc: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +72,10 @@ class Manifest:
 
 def folder_of(step: int) -> str:
     return f"step-{step:09d}"
+
+
+def step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
 
 
 def table_file(name: str, rank: int, world: int) -> str:
@@ -74,13 +96,15 @@ def checksum(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def write(manifest: Manifest) -> None:
-    """Makes a folder, all of whose other files are there, a checkpoint; it survives a loss of power from here on."""
+def write(manifest: Manifest) -> int:
+    """Makes a folder, all of whose other files are there, a checkpoint; it survives a loss of power from here on. Returns the
+    CRC-32 of the manifest."""
+    base = manifest.base
     values = {
         "format": FORMAT,
         "step": manifest.step,
         "world": manifest.world,
-        "base": manifest.base,
+        "base": None if base is None else {"name": base.name, "crc32": f"{base.crc:08x}"},
         "tables": list(manifest.tables),
         "settings": manifest.settings,
         "files": {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in manifest.files.items()},
@@ -89,6 +113,7 @@ def write(manifest: Manifest) -> None:
     write_durably(manifest.path / SUM, f"{zlib.crc32(text):08x}\n".encode())
     write_durably(manifest.path / MANIFEST, text)
     sync_folder(manifest.path)
+    return zlib.crc32(text)
 
 
 def read(path: Path) -> Manifest:
@@ -108,9 +133,9 @@ def read(path: Path) -> Manifest:
         kind = values["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST} is damaged ({error}); {again}") from None
-    if kind != FORMAT:
+    if kind not in (FORMAT, BEFORE) or type(kind) is not int:
         raise Damaged(
-            f"{path} has format {kind!r:.40}, this version of nestpipe reads {FORMAT}: use the version that wrote it"
+            f"{path} has format {kind!r:.40}, this version of nestpipe reads {BEFORE} and {FORMAT}: use the version that wrote it"
         )
     try:
         told = (path / SUM).read_bytes()
@@ -123,7 +148,8 @@ def read(path: Path) -> Manifest:
             path=path,
             step=_whole(values["step"], 0),
             world=_whole(values["world"], 1),
-            base=values["base"],
+            base=_base(values["base"], path, kind),
+            crc=zlib.crc32(text),
             tables=[_table(one) for one in values["tables"]],
             settings=_settings(values["settings"]),
             files={name: (_whole(one["bytes"], 0), int(one["crc32"], 16)) for name, one in values["files"].items()},
@@ -141,6 +167,8 @@ def read(path: Path) -> Manifest:
         for name in sorted(needed ^ set(found.files)):
             if name not in (OPTIMIZER, OPTIMIZER_SETTINGS):  # a model without parameters has none
                 raise ValueError(f"the file {name} {'is not named' if name in needed else 'belongs to nothing'}")
+    except Damaged:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise Damaged(f"{path / MANIFEST} is not what nestpipe writes ({error!r:.200}); {again}") from None
     return found
@@ -150,6 +178,20 @@ def _whole(value: Any, least: int) -> int:
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{value!r:.40} must be a whole number of at least {least}")
     return value
+
+
+def _base(value: Any, path: Path, kind: int) -> Base | None:
+    if value is None:
+        return None
+    name = value["name"] if kind == FORMAT else value
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise Damaged(f"{path / MANIFEST} names {name!r:.60} as its base, which is no name of a checkpoint")
+    if kind == BEFORE:
+        raise Damaged(
+            f"{path} is an incremental checkpoint of an earlier version of nestpipe, which does not say what bytes its base has: "
+            f"take the full one, {name}, or go on with the version that wrote it and let it save a full one"
+        )
+    return Base(name, int(value["crc32"], 16))
 
 
 def _table(value: Any) -> dict[str, Any]:
@@ -176,29 +218,64 @@ def chain(path: Path) -> list[Manifest]:
     manifest = read(path)
     if manifest.base is None:
         return [manifest]
-    if not isinstance(manifest.base, str) or _NAME.fullmatch(manifest.base) is None:
-        raise Damaged(f"{path / MANIFEST} names {manifest.base!r:.60} as its base, which is no name of a checkpoint")
+    name = manifest.base.name
     try:
-        base = read(path.parent / manifest.base)
+        base = read(path.parent / name)
     except Damaged as error:
-        raise Damaged(f"{path} holds only what changed since {manifest.base}, and that is not sound: {error}") from None
+        raise Damaged(f"{path} holds only what changed since {name}, and that is not sound: {error}") from None
     if base.base is not None:
-        raise Damaged(f"{path} builds on {manifest.base}, which is not a full checkpoint itself")
+        raise Damaged(f"{path} builds on {name}, which is not a full checkpoint itself")
+    if base.crc != manifest.base.crc:
+        raise Damaged(
+            f"{path} holds only what changed since {name}, and the {name} beside it is another one, saved by another run or "
+            f"later: put the right one back, or take a full checkpoint"
+        )
     return [manifest, base]
 
 
 def problems(path: Path) -> Iterator[str]:
-    """Every file that is missing, of another size or damaged, one line each; reads all bytes."""
+    """Every file that is missing, of another size or damaged, and every key without a row, one line each; reads all bytes."""
     try:
         manifests = chain(path)
     except Damaged as error:
         yield str(error)
         return
-    for manifest in manifests:
-        for name in manifest.files:
-            problem = problem_of(manifest, name)
-            if problem is not None:
-                yield problem
+    sound = True
+    for manifest, name in to_check(manifests):
+        problem = problem_of(manifest, name)
+        if problem is not None:
+            sound = False
+            yield problem
+    if sound:
+        yield from (problem for part in parts(manifests) if (problem := lost_row(manifests, *part)) is not None)
+
+
+def to_check(chain: Sequence[Manifest]) -> list[tuple[Manifest, str]]:
+    """All files of a checkpoint, for `problem_of`."""
+    return [(manifest, name) for manifest in chain for name in sorted(manifest.files)]
+
+
+def parts(chain: Sequence[Manifest]) -> list[tuple[str, int]]:
+    """(table, worker) of an incremental checkpoint, for `lost_row`; none of a full one."""
+    newest = chain[0]
+    return [(table["name"], worker) for table in newest.tables for worker in range(newest.world) if len(chain) > 1]
+
+
+def lost_row(chain: Sequence[Manifest], table: str, worker: int) -> str | None:
+    """Whether a worker's key has its row neither among those that changed nor in the full checkpoint, which the same workers have
+    written. Only for files that `problem_of` has found to be sound."""
+    newest, base = chain
+    name = table_file(table, worker, newest.world)
+    try:
+        with TensorReader(newest.path / name) as file, TensorReader(base.path / name) as older:
+            keys, changed = (file.read(what, 0, file.shape(what)[0]) for what in ("keys", "changed"))
+            unchanged = np.setdiff1d(keys, changed)
+            lost = np.setdiff1d(unchanged, older.read("keys", 0, older.shape("keys")[0]))
+    except (OSError, ValueError, KeyError) as error:
+        return f"{newest.path / name} cannot be put together with {base.path / name}: {error}"
+    if not len(lost):
+        return None
+    return f"{newest.path / name} has no row for {len(lost):,} of its keys (the first is {lost[0]}), and neither has {base.path}"
 
 
 def problem_of(manifest: Manifest, name: str) -> str | None:
@@ -247,7 +324,7 @@ def prune(folder: Path, keep: int) -> None:
         except Damaged:
             continue
         if base is not None:
-            kept.add(folder / base)
+            kept.add(folder / base.name)
     for path in paths:
         if path not in kept:
             (path / MANIFEST).unlink(missing_ok=True)

@@ -14,7 +14,9 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bound
 from pathlib import Path
@@ -31,6 +33,8 @@ from nestpipe.checkpoint.manifest import (
     EXTRA,
     OPTIMIZER,
     OPTIMIZER_SETTINGS,
+    Base,
+    Damaged,
     Manifest,
     checksum,
     state_file,
@@ -47,7 +51,10 @@ from nestpipe.tensorfile import TensorWriter
 MOMENT = 0.05  # seconds
 HEAD_START = 0.25  # seconds in which training fills its pipeline and copies the pages it changes in every step
 SILENCE = 60.0  # seconds that training waits for a checkpoint before it says so
-LEAVING = 5.0  # seconds that a worker that leaves waits for it
+# A worker that leaves gives a checkpoint up when no worker has written any more of it for so many seconds; LEAVING if it leaves
+# because of an error: the others may be gone.
+QUIET, LEAVING = 300.0, 5.0
+WORD = 2.0  # seconds that a worker that leaves waits for it before it says so
 PATIENCE = 3600.0  # seconds that the first worker waits for the parts of the others
 
 Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it
@@ -66,7 +73,7 @@ class Content:
     step: int
     position: int
     settings: Mapping[str, Any]
-    base: str | None = None
+    base: Base | None = None
 
 
 def declared(store: TableStore) -> dict[str, Any]:
@@ -88,7 +95,7 @@ def declared(store: TableStore) -> dict[str, Any]:
 
 def save(path: Path, content: Content, transport: Transport) -> None:
     """Returns when the checkpoint is there; what goes wrong on one worker is raised on all, and nothing is left of it."""
-    if path.exists():
+    if transport.gather_objects(path.exists())[0]:
         raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
     partial = _partial(path)
     first = transport.rank == 0
@@ -109,29 +116,110 @@ def save(path: Path, content: Content, transport: Transport) -> None:
 # -- in the background -------------------------------------------------------------------------------------------------
 
 
-class Background:
-    """Checkpoints in a folder, one at a time, written while training goes on.
+@dataclasses.dataclass(frozen=True)
+class Writing:
+    """A checkpoint that a forked process writes this worker's part of."""
 
-    keep: how many stay. full_every: of so many checkpoints one is full, the others hold what changed since it.
-    tell: called on the first worker with what is worth knowing.
+    child: Child
+    path: Path
+    is_full: bool
+    rank: int
+    tell: Callable[[str], None]
+
+    @property
+    def partial(self) -> Path:
+        return _partial(self.path)
+
+    def speak_for_it(self) -> None:
+        """A process that was killed has told nobody: the first worker's waits for its part."""
+        done = self.partial / _done_file(self.rank)
+        if self.child.problem is not None and not done.exists():
+            with contextlib.suppress(OSError):
+                done.write_text(json.dumps({"failed": str(self.child.problem)}))
+
+    def leave(self) -> None:
+        """Waits as a worker that leaves does, because the process that writes ends with it. Of the others it knows only what they
+        write."""
+        if os.getpid() != self.child.parent:
+            return  # a copy of the worker that somebody else has forked
+        patience = LEAVING if sys.exc_info()[0] is not None else QUIET
+        begin = changed = time.monotonic()
+        before, said = self._state(), False
+        while self.child.is_running():
+            time.sleep(0.01)
+            now, state = time.monotonic(), self._state()
+            if state != before:
+                before, changed = state, now
+            if now - changed > patience:
+                self.tell(
+                    f"{self.path.name} is given up: nothing more of it was written to {self.path.parent} for {patience:g} s"
+                )
+                return
+            if not said and now - begin > WORD:
+                said = True
+                self.tell(
+                    f"rank {self.rank} waits for {self.path.name}, which is still being written to {self.path.parent}"
+                )
+        self.speak_for_it()
+        if self.child.problem is not None:
+            self.tell(f"{self.path.name} was not saved: rank {self.rank}: {self.child.problem}")
+
+    def _state(self) -> list[tuple[str, int]]:
+        try:
+            with os.scandir(self.partial) as files:
+                return sorted((file.name, file.stat().st_size) for file in files)
+        except OSError:  # it has its name by now
+            return []
+
+
+class Background:
+    """Checkpoints in a folder, one at a time, written while training goes on. The folder is that of one run: what another has
+    saved there would be taken for a checkpoint of this one, or be removed as if it were.
+
+    run, step: of the trainer, now. keep: how many stay. full_every: of so many checkpoints one is full, the others hold what
+    changed since it. tell: called on the first worker with what is worth knowing.
     """
 
     def __init__(
-        self, folder: Path, transport: Transport, *, keep: int, full_every: int, tell: Callable[[str], None]
+        self,
+        folder: Path,
+        transport: Transport,
+        *,
+        run: str | None,
+        step: int,
+        keep: int,
+        full_every: int,
+        tell: Callable[[str], None],
     ) -> None:
+        problem = transport.gather_objects(_not_ours(folder, run, step) if transport.rank == 0 else None)[0]
+        if problem is not None:
+            raise ValueError(problem)
         self.folder, self._transport, self._keep, self._full_every = folder, transport, keep, full_every
         self._tell = tell
-        self._child: Child | None = None
-        self._path: Path | None = None  # that is being written
-        self._is_full = False
+        self._writing: Writing | None = None
+        self._leave: weakref.finalize | None = (
+            None  # of what is being written: when this is closed, forgotten, or at exit
+        )
         self._stores: Sequence[TableStore] = []
-        self._base: str | None = None  # the last full one that is complete
+        self._base: Base | None = None  # the last full one that is complete
         self._since_full = 0
         self.stalls: list[float] = []  # seconds that training waited for each
 
-    def next_base(self) -> str | None:
-        """What the next checkpoint is to build on; None: it is full."""
-        return self._base if self._base is not None and self._since_full < self._full_every - 1 else None
+    def next_base(self) -> Base | None:
+        """What the next checkpoint is to build on; None: it is full. All workers call it."""
+        base = self._base if self._since_full < self._full_every - 1 else None
+        if base is None:
+            return None
+        return base if self._transport.gather_objects(self._is_there(base))[0] else None
+
+    def _is_there(self, base: Base) -> bool:
+        """Somebody may have tidied up."""
+        if self._transport.rank > 0:
+            return True
+        try:
+            return manifests.read(self.folder / base.name).crc == base.crc
+        except Damaged:
+            return False
 
     def begin(self, content: Content) -> None:
         """All workers call it, while no batch is under way, and after `wait`."""
@@ -154,7 +242,7 @@ class Background:
             return
         finish = _finisher(partial, path, content, transport.world, lambda: manifests.prune(self.folder, self._keep))
 
-        def work() -> None:
+        def work() -> str:
             try:
                 for store in content.stores:
                     store.open_frozen()
@@ -163,50 +251,49 @@ class Background:
             finally:
                 for store in content.stores:
                     store.close_frozen()
-            if transport.rank == 0:
-                _wait_for_all(partial, transport.world)
-                finish()
+            if transport.rank > 0:
+                return ""
+            _wait_for_all(partial, transport.world)
+            return f"{finish():08x}"
 
-        self._path, self._is_full = path, content.base is None
         try:
-            self._child = fork(work)
+            child = fork(work)
         except OSError as error:  # no memory for another process, or too many of them
-            self._child = Child(0, -1, error)
-        if content.base is None:
-            for store in content.stores:
-                store.forget_changes()
+            child = Child(0, -1, error)
+        self._writing = Writing(child, path, content.base is None, transport.rank, self._tell)
+        self._leave = weakref.finalize(self, self._writing.leave)
         self.stalls.append(time.perf_counter() - begin)
 
     def wait(self) -> None:
         """Until the checkpoint under way is complete, or has failed: that is told, and training goes on."""
-        if self._child is None:
+        if self._writing is None:
             return
-        path = self._path
-        assert path is not None
+        child, path = self._writing.child, self._writing.path
         # In turns of a moment each: the slowest disk may take longer than workers wait for each other.
         begin: float | None = time.monotonic()
-        while self._transport.any(self._child.is_running()):
+        while self._transport.any(child.is_running()):
             time.sleep(MOMENT)
-            if not self._child.is_running():
-                self._speak_for(self._child, _partial(path))
+            if not child.is_running():
+                self._writing.speak_for_it()
             if begin is not None and time.monotonic() - begin > SILENCE:
                 if self._transport.rank == 0:
                     self._tell(f"training waits for {path.name}, which is still being written to {self.folder}")
                 begin = None
-        told = self._transport.gather_objects(_described(self._child.problem))
-        self._child = None
-        failed = self._failed(told, int(path.name.split("-")[1]))
+        told = self._transport.gather_objects((_described(child.problem), child.returned))
+        is_full, self._writing = self._writing.is_full, None
+        assert self._leave is not None
+        self._leave.detach()
+        failed = self._failed([text for text, _ in told], manifests.step_of(path.name))
         self._clear(_partial(path))
-        if self._is_full:
-            self._base = None if failed else path.name
+        if is_full:
+            self._base = None if failed else Base(path.name, int(told[0][1], 16))
         if not failed:
-            self._since_full = 0 if self._is_full else self._since_full + 1
+            self._since_full = 0 if is_full else self._since_full + 1
 
     def close(self) -> None:
-        """Gives a checkpoint that is under way a little time: its process ends with this one."""
-        deadline = time.monotonic() + LEAVING
-        while self._child is not None and self._child.is_running() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        """Waits for a checkpoint that is under way, as long as more of it is written; after an error not for long."""
+        if self._leave is not None:
+            self._leave()
 
     def _clear(self, partial: Path) -> None:
         """What is left of a checkpoint that is complete, or will not be."""
@@ -214,13 +301,6 @@ class Background:
             store.thaw()
         if self._transport.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-
-    def _speak_for(self, child: Child, partial: Path) -> None:
-        """A process that was killed has told nobody: the first worker's waits for its part."""
-        done = partial / _done_file(self._transport.rank)
-        if child.problem is not None and not done.exists():
-            with contextlib.suppress(OSError):
-                done.write_text(json.dumps({"failed": str(child.problem)}))
 
     def _failed(self, told: Sequence[str | None], step: int) -> bool:
         """Whether a worker has told a problem; the first worker makes it known."""
@@ -232,6 +312,21 @@ class Background:
             advice = f". Make room in {self.folder}, or set train.checkpoints to another folder" if full else ""
             self._tell(f"checkpoint of step {step} failed, training goes on ({newest}): {'; '.join(causes)}{advice}")
         return bool(causes)
+
+
+def _not_ours(folder: Path, run: str | None, step: int) -> str | None:
+    """Why a trainer of this run, after this many steps, must not save into a folder."""
+    other = f"save to another folder, or move what is in {folder} away"
+    for path in manifests.complete(folder):
+        if manifests.step_of(path.name) > step:
+            return (
+                f"{folder} has a checkpoint of a later step, {path.name}, than this trainer is at ({step}): load it to go on "
+                f"from there; or {other}"
+            )
+        with contextlib.suppress(Damaged):
+            if manifests.read(path).settings.get("run") != run:
+                return f"{folder} has checkpoints of another run ({path.name}): {other}"
+    return None
 
 
 def _described(problem: BaseException | None) -> str | None:
@@ -252,9 +347,9 @@ def _make_empty(partial: Path) -> None:
 
 def _parts(content: Content, rank: int, world: int, *, save_table: Callable[..., None]) -> list[Part]:
     """What torch holds is copied here and now."""
-    changed = content.base is not None
+    since = None if content.base is None else content.base.step
     parts: list[Part] = [
-        (table_file(store.table.name, rank, world), bound(save_table, store=store, changed=changed))
+        (table_file(store.table.name, rank, world), bound(save_table, store=store, since=since))
         for store in content.stores
     ]
     state = {
@@ -345,11 +440,11 @@ def _wait_for_all(partial: Path, world: int) -> None:
 
 def _finisher(
     partial: Path, path: Path, content: Content, world: int, afterwards: Callable[[], None] = lambda: None
-) -> Callable[[], None]:
-    """What the first worker does when all parts are there."""
+) -> Callable[[], int]:
+    """What the first worker does when all parts are there; gives the CRC-32 of the manifest."""
     tables = [declared(store) for store in content.stores]
 
-    def finish() -> None:
+    def finish() -> int:
         files: dict[str, tuple[int, int]] = {}
         for rank in range(world):
             values = json.loads((partial / _done_file(rank)).read_text())
@@ -358,25 +453,26 @@ def _finisher(
             files |= {name: (size, crc) for name, (size, crc) in values.items()}
         for rank in range(world):
             (partial / _done_file(rank)).unlink()
-        manifests.write(Manifest(partial, content.step, world, tables, content.settings, files, content.base))
+        crc = manifests.write(Manifest(partial, content.step, world, tables, content.settings, files, content.base))
         partial.rename(path)
         sync_folder(path.parent)
         afterwards()
+        return crc
 
     return finish
 
 
-def _save_frozen(path: Path, *, store: TableStore, changed: bool) -> None:
-    _save_table(path, store=store, changed=changed)
+def _save_frozen(path: Path, *, store: TableStore, since: int | None) -> None:
+    _save_table(path, store=store, since=since)
     store.close_frozen()
 
 
-def _save_table(path: Path, *, store: TableStore, changed: bool) -> None:
-    """All keys with their records; or all keys, and the records of those that changed."""
+def _save_table(path: Path, *, store: TableStore, since: int | None) -> None:
+    """All keys with their records; or all keys, and the records of those that changed since a step."""
     directory = store.directory
     directory.sweep()  # what is past its ttl is not saved; the numbers below hold from here on
     own, shared, seen = len(directory), len(directory.shared), len(directory.sightings)
-    rows = store.num_changed() if changed else own
+    rows = own if since is None else store.num_changed(since)
     layout: dict[str, tuple[type, tuple[int, ...]]] = {
         "keys": (np.int64, (own,)),
         "records": (np.float32, (rows, store.saved_words)),
@@ -385,13 +481,13 @@ def _save_table(path: Path, *, store: TableStore, changed: bool) -> None:
         "seen": (np.int64, (seen,)),
         "sightings": (np.int64, (seen,)),
     }
-    if changed:
+    if since is not None:
         layout["changed"] = (np.int64, (rows,))
     with TensorWriter(path, layout) as file:
-        if changed:
+        if since is not None:
             for keys, _ in directory.blocks():
                 file.append("keys", keys)
-            for keys, records in store.changed_blocks():
+            for keys, records in store.changed_blocks(since):
                 file.append("changed", keys)
                 file.append("records", records)
         else:

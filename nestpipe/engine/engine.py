@@ -15,6 +15,7 @@ from nestpipe.batch import Batch
 from nestpipe.engine.lanes import Lanes
 from nestpipe.engine.ledger import Ledger
 from nestpipe.engine.step import Context, StepOperations, StepResult
+from nestpipe.errors import Stopped
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator
@@ -49,6 +50,7 @@ class Engine:
         self.schedule, self.ops = schedule, ops
         self.around: Around | None = None
         self.stopped = False  # whether a worker has been asked to stop, as all know
+        self.untrained = 0  # batches that this worker has taken and nobody has trained on, because one stopped
         self.verdict = require(schedule)
         self._cached, self._clustering = window_cache, clustering
         self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
@@ -87,12 +89,13 @@ class Engine:
         that waits return, when something has gone wrong elsewhere."""
         self._read, self._last, self._on_step, self._abandon = read, last, on_step, abandon
         self._held: StepResult | None = None
-        self.stopped = False
+        self.stopped, self.untrained = False, 0
         self._contexts.clear()
         self._ledger = Ledger(first)
         self.ops.begin()
         try:
             self._lanes.run(first, last)
+            self.untrained = sum(ctx.has_data for ctx in self._contexts.values())
             self.ops.settle(last)
         finally:
             self._contexts.clear()
@@ -166,6 +169,9 @@ class Engine:
                 ops.h2d(ctx)
             case op.ROUTE:
                 if not ops.route(ctx):
+                    if ctx.stops:
+                        self.stopped = True
+                        self._abandon()  # another worker may wait for its data as long
                     self._lanes.stop_before(batch)
             case op.RETRIEVE:
                 ops.retrieve(ctx)
@@ -217,6 +223,8 @@ class Engine:
                     batch = batch.select(torch.from_numpy(order))
                 ctx.batch = batch.pin_memory() if self._pinned else batch
                 ctx.order, ctx.window, ctx.has_data = order, dataclasses.replace(nothing, bounds=bounds), True
+        except Stopped:
+            ctx.stops = True
         except Exception as problem:
             ctx.error = problem
         self._contexts[number] = ctx

@@ -6,12 +6,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nestpipe.batch import Batch, NotFinite, check_batch
+from nestpipe.errors import Stopped
 
 AHEAD = 2
-LOOK_UP = 0.5  # seconds between two looks whether Ctrl-C was pressed
+MOMENT = 0.1  # seconds, after which a worker that waits for a batch looks whether it has been asked to stop
 
 
 class _End:
@@ -27,6 +28,7 @@ class Loader:
     skipped counts batches left out so far because an input was not finite (only if skip_nonfinite).
     limit: how many batches will be asked for; no more are taken from `batches`, so that another loader may go on there.
     after: a closed loader of the same iterator: what it has read and not given out comes first.
+    stop_asked: whether the worker has been asked to stop: a `next` that has to wait then raises Stopped.
     """
 
     def __init__(
@@ -38,10 +40,11 @@ class Loader:
         timeout: float,
         limit: int | None = None,
         after: Loader | None = None,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.skipped = 0
         self._names, self._skip, self._timeout = list(feature_names), skip_nonfinite, timeout
-        self._limit = limit
+        self._limit, self._stop_asked = limit, stop_asked
         # Each with the number of batches skipped before it: the thread may be ahead of what was asked for.
         self._queue: queue.Queue[_Entry] = queue.Queue(AHEAD)
         self._closed = threading.Event()
@@ -97,13 +100,7 @@ class Loader:
     def next(self) -> Batch | None:
         if self._ended or self._closed.is_set():
             return None
-        try:
-            item, skipped = self._left.pop(0) if self._left else self._get()
-        except queue.Empty:
-            self._ended = True  # nobody waits for it a second time
-            raise TimeoutError(
-                f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
-            ) from None
+        item, skipped = self._left.pop(0) if self._left else self._wait()
         if isinstance(item, _End) and self._closed.is_set():
             return None  # ours
         self.skipped = max(self.skipped, skipped)
@@ -116,14 +113,25 @@ class Loader:
             raise RuntimeError(f"the data source left with {type(item).__name__}: {item}") from item
         return item
 
-    def _get(self) -> _Entry:
+    def _wait(self) -> _Entry:
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                return self._queue.get(timeout=min(LOOK_UP, self._timeout))
+                return self._queue.get(timeout=min(MOMENT, max(0.0, deadline - time.monotonic())))
             except queue.Empty:
-                if time.monotonic() > deadline:
-                    raise
+                if self._stop_asked():
+                    raise Stopped("asked to stop while waiting for data") from None
+                if time.monotonic() < deadline:
+                    continue
+            self._ended = True  # nobody waits for it a second time
+            raise TimeoutError(
+                f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
+            )
+
+    def take_back(self, entries: Sequence[_Entry], skipped: int) -> None:
+        """Batches that were given out last and not used, when so many had been skipped before the first of them."""
+        self._left = [*entries, *self._left]
+        self.skipped = skipped
 
     def stop(self) -> None:
         """No more batches are wanted: `next`, also one that waits in another thread, gives None."""

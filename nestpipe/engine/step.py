@@ -38,7 +38,7 @@ from nestpipe.store.memory import MemoryStore
 log = logging.getLogger("nestpipe")
 Store = MemoryStore | DiskStore
 
-OUT_OF_DATA, HAS_DATA, FAILED = 0, 1, 2
+OUT_OF_DATA, HAS_DATA, FAILED, STOPS = 0, 1, 2, 3
 MIXING_TRIALS = 10  # batches; all but the first only as long as no row has a gradient
 
 # What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
@@ -67,6 +67,9 @@ class Context:
     order: np.ndarray | None = None  # which samples of the batch as it came these are, if clustering has moved them
     error: BaseException | None = None
     has_data: bool = True  # False: this worker takes part with nothing
+    stops: bool = (
+        False  # a worker (after ROUTE: any) was asked to stop while it waited for this batch: nobody trains on it
+    )
     inputs: list[Batch] = dataclasses.field(default_factory=list)  # micro-batches, on the device
     source: SourceRoute = None  # type: ignore[assignment]
     owner: OwnerRoute = None  # type: ignore[assignment]
@@ -142,7 +145,7 @@ class StepOperations:
         ctx.inputs = [ctx.batch.slice(first, last).to(self.dense.device) for first, last in pairs]
 
     def route(self, ctx: Context) -> bool:
-        """Deduplicates keys, buckets them by owner, exchanges them. False if no worker has data any more."""
+        """Deduplicates keys, buckets them by owner, exchanges them. False if no worker has data any more, or one stops."""
         if ctx.error is not None:
             self._give_up(ctx)
         try:
@@ -151,11 +154,13 @@ class StepOperations:
             ctx.error = error
             self._give_up(ctx)
             ctx.source = self._source_route(ctx)
-        ctx.source.sizes.state[:] = FAILED if ctx.error is not None else HAS_DATA if ctx.has_data else OUT_OF_DATA
+        state = STOPS if ctx.stops else HAS_DATA if ctx.has_data else OUT_OF_DATA
+        ctx.source.sizes.state[:] = FAILED if ctx.error is not None else state
         sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables))
         if (sizes.state == FAILED).any():
             leave_together(self.keys, ctx)
-        if not (sizes.state == HAS_DATA).any():
+        ctx.stops = bool((sizes.state == STOPS).any())
+        if ctx.stops or not (sizes.state == HAS_DATA).any():
             return False
         _, counts = payload_layout(sizes, self.plan, ctx.window)
         received = ctx.arena.take("payload in", int(counts.sum()), np.int32)

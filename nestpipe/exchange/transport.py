@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from nestpipe.arena import as_tensor
-from nestpipe.errors import TrainingError, describe
+from nestpipe.errors import Stopped, TrainingError, describe
 
 T = TypeVar("T")
 PAIRS = 64  # workers up to which bulk data travels pair by pair; above, posting each pair from Python costs too much
@@ -130,9 +130,11 @@ class Transport:
                 is_ours=self.rank == rank,
             )
 
-    def patiently(self, work: Callable[[], T], *, what: str, limit: float) -> T:
+    def patiently(
+        self, work: Callable[[], T], *, what: str, limit: float, stop_asked: Callable[[], bool] = lambda: False
+    ) -> T:
         """Does work that may take longer than workers wait for each other, and returns when all have done theirs. What goes
-        wrong on one, or takes longer than `limit` seconds, is raised on all."""
+        wrong on one, or takes longer than `limit` seconds, is raised on all; Stopped if one is asked to stop meanwhile."""
         results: list[T] = []
         problems: list[BaseException] = []
 
@@ -149,8 +151,11 @@ class Transport:
             thread.join(0.05)
             if thread.is_alive() and time.monotonic() > deadline:
                 problems.append(TimeoutError(f"not done after {limit:,.0f} s"))
-            if self.any(bool(problems)):
+            failed, stops = self.sum(np.array([bool(problems), stop_asked()], np.int64))
+            if failed:
                 break
+            if stops:
+                raise Stopped(f"asked to stop during {what}")
         self.raise_together(problems[0] if problems else None, what=what)
         return results[0]
 

@@ -39,7 +39,7 @@ class MemoryStore(TableStore):
         self._chunks.reserve(self.directory.used)
         for one in self.births:
             self._bear(self.rows, one)
-        self._mark(positions)
+        self._mark(positions, step)
         return positions
 
     def read(self, keys: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
@@ -68,7 +68,7 @@ class MemoryStore(TableStore):
         positions = self.directory.restore(keys, rows[:, self.record_words :], shared=shared)
         self._chunks.reserve(self.directory.used)
         records.put(np.ascontiguousarray(rows[:, : self.record_words]), positions, self._chunks.raw)
-        self._mark(positions)
+        self._mark(positions, 0)
 
     def stats(self) -> StoreStats:
         self.directory.sweep()

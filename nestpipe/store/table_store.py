@@ -63,7 +63,7 @@ class TableStore:
         self.record_words = self._value_words + self._state_floats
         self._birth_scratch = np.empty(table.dim, np.float32)
         self._update_scratch = update.scratch_for(table.dim)
-        self._changed: np.ndarray | None = None  # by position; None: nobody asks
+        self._used_at: np.ndarray | None = None  # by position: the last step that used it; None: nobody asks
 
     def __len__(self) -> int:
         """Rows that keys have of their own, those past their ttl included until somebody looks; see `stats`."""
@@ -172,35 +172,32 @@ class TableStore:
             yield ids[part], self.records(positions[part])
 
     def track_changes(self) -> None:
-        """From here on: which rows may have changed since `forget_changes`. Those that are there now count as changed."""
-        self._changed = np.ones(self.directory.used, bool)
+        """From here on: which rows may have changed since a step, of those from now on."""
+        if self._used_at is None:
+            self._used_at = np.zeros(self.directory.used, np.uint32)
 
-    def forget_changes(self) -> None:
-        if self._changed is not None:
-            self._changed[:] = False
-
-    def _mark(self, positions: np.ndarray) -> None:
-        """A batch uses these: it will update them, and has counted them."""
-        if self._changed is None:
+    def _mark(self, positions: np.ndarray, step: int) -> None:
+        """The batch of this step uses these: it will update them, and has counted them."""
+        if self._used_at is None:
             return
-        if len(self._changed) < self.directory.used:
-            larger = np.zeros(max(self.directory.used, 2 * len(self._changed)), bool)
-            larger[: len(self._changed)] = self._changed
-            self._changed = larger
-        self._changed[positions] = True
+        if len(self._used_at) < self.directory.used:
+            larger = np.zeros(max(self.directory.used, 2 * len(self._used_at)), np.uint32)
+            larger[: len(self._used_at)] = self._used_at
+            self._used_at = larger
+        self._used_at[positions] = step
 
-    def _is_changed(self, positions: np.ndarray) -> np.ndarray:
-        assert self._changed is not None, "changes are not tracked"
-        return self._changed[positions]
+    def _is_changed(self, positions: np.ndarray, since: int) -> np.ndarray:
+        assert self._used_at is not None, "changes are not tracked"
+        return self._used_at[positions] >= since
 
-    def num_changed(self) -> int:
-        """Keys whose own row may have changed."""
-        return sum(int(self._is_changed(positions).sum()) for _, positions in self.directory.blocks())
+    def num_changed(self, since: int) -> int:
+        """Keys whose own row the batch of step `since`, or a later one, may have changed."""
+        return sum(int(self._is_changed(positions, since).sum()) for _, positions in self.directory.blocks())
 
-    def changed_blocks(self) -> Iterator[Pairs]:
-        """Like `blocks`, of those that may have changed."""
+    def changed_blocks(self, since: int) -> Iterator[Pairs]:
+        """Like `blocks`, of those."""
         for keys, positions in self.directory.blocks():
-            some = np.flatnonzero(self._is_changed(positions))
+            some = np.flatnonzero(self._is_changed(positions, since))
             for start in range(0, len(some), self._block_rows):
                 part = some[start : start + self._block_rows]
                 yield keys[part], self.records(positions[part])

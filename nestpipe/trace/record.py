@@ -107,7 +107,7 @@ def read(run_folder: Path) -> list[RankTrace]:
     if not files:
         raise ValueError(
             f"{run_folder} has no recorded operations ({run_folder / FOLDER}/rank-0.json): "
-            f"record them with `nestpipe train ... --trace --out {run_folder}`"
+            f"record them with `nestpipe train ... --trace`"
         )
     traces = sorted((_read_rank(path) for path in files), key=lambda trace: trace.rank)
     for name in ("world", "schedule"):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import resource
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +51,16 @@ def few_keys(trainer: Trainer, first: int, last: int) -> None:
 def children() -> set[int]:
     """Of this process. One that serves several tests has others besides: readers, say."""
     return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+def base_of(path: Path) -> str | None:
+    base = manifest.read(path).base
+    return None if base is None else base.name
+
+
+def child_of(background: Background) -> forked.Child:
+    assert background._writing is not None
+    return background._writing.child
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -154,7 +169,7 @@ def test_each_checkpoint_is_what_the_trainer_was_at_its_step(cluster: Cluster, t
         assert result["no child"] and len(result["stalls"]) == 5
     assert saved[0]["left"] == []
     folder = tmp_path / "saved"
-    assert manifest.read(folder / d).base is None and manifest.read(folder / e).base == d
+    assert manifest.read(folder / d).base is None and base_of(folder / e) == d
     assert not list(folder.rglob("*stale*")) and not [p for path in complete(folder) for p in problems(path)]
     keys, records = num_keys_and_records(folder / e, "plain")
     assert 0 < records < keys
@@ -230,7 +245,7 @@ def fail_once(folder: Path, how: str, tier: str, first: int) -> dict[str, Any]:
             )
     checkpoints.wait()
     listed = complete(folder / "saved")
-    bases = [manifest.read(path).base for path in listed]
+    bases = [base_of(path) for path in listed]
     loads = {}
     for path in listed:
         other = trainer_on(tier, folder / "other")
@@ -393,14 +408,15 @@ def test_a_checkpoint_that_does_not_end_is_not_waited_for_when_leaving(
     trainer = make_trainer()
     train(trainer, 0, 1)
     checkpoints = trainer.checkpoints(tmp_path)
-    monkeypatch.setattr(saving, "LEAVING", 0.2)
+    told = listening(checkpoints)
+    monkeypatch.setattr(saving, "QUIET", 0.2)
     with instead_of_writing(lambda *_: time.sleep(60), trainer):
         trainer.checkpoint(checkpoints)
     begin = time.monotonic()
     trainer.close()
     assert time.monotonic() - begin < 5
-    child = checkpoints._child
-    assert child is not None
+    assert told == [f"{folder_of(1)} is given up: nothing more of it was written to {tmp_path} for 0.2 s"]
+    child = child_of(checkpoints)
     os.kill(child._pid, signal.SIGKILL)
     checkpoints.wait()
 
@@ -417,8 +433,7 @@ def fail_in_the_first_table(folder: Path) -> list[bool]:
 
     with instead_of_writing(fail, trainer):
         trainer.checkpoint(checkpoints)
-    child = checkpoints._child
-    assert child is not None
+    child = child_of(checkpoints)
     while child.is_running():
         time.sleep(0.01)
     undos = [store.file._undo for store in trainer._ops.stores]  # type: ignore[union-attr]
@@ -484,7 +499,220 @@ def test_what_was_saved_before_is_not_written_again(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def test_a_save_to_the_place_of_a_checkpoint_under_way_waits_for_it_and_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 1)
+    checkpoints = trainer.checkpoints(tmp_path)
+    told = listening(checkpoints)
+    with instead_of_writing(lambda *_: time.sleep(0.05), trainer):
+        trainer.checkpoint(checkpoints)
+    with pytest.raises(ValueError, match="exists already"):
+        trainer.save(tmp_path / folder_of(1))
+    assert not told and not list(problems(tmp_path / folder_of(1)))
+
+
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"full_every": 0}])
 def test_nothing_to_keep_is_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         make_trainer().checkpoints(tmp_path, **wrong)
+
+
+# -- whose folder it is ------------------------------------------------------------------------------------------------
+
+
+def save_into_two_folders(folder: Path, tier: str) -> dict[str, list[tuple[str, str]]]:
+    """Of each checkpoint in either: the digest that it had, and the one that it loads to."""
+    trainer = trainer_on(tier, folder)
+    often = trainer.checkpoints(folder / "often", keep=100, full_every=3)
+    rarely = trainer.checkpoints(folder / "rarely", keep=100, full_every=2)
+    digests = {}
+    for step in range(9):
+        few_keys(trainer, step, step + 1)
+        digests[folder_of(trainer.steps)] = trainer.digest()
+        trainer.checkpoint(often)
+        if step % 2:
+            trainer.checkpoint(rarely)
+    often.wait()
+    rarely.wait()
+    trainer.close()
+    return {
+        name: [(digests[path.name], load_one(path, folder)) for path in complete(folder / name)]
+        for name in ("often", "rarely")
+    }
+
+
+def load_one(path: Path, folder: Path) -> str:
+    trainer = trainer_on("memory", folder / "other")
+    trainer.load(path)
+    digest = trainer.digest()
+    trainer.close()
+    return digest
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_two_folders_of_one_trainer_do_not_disturb_each_other(cluster: Cluster, tmp_path: Path, tier: str) -> None:
+    for loaded in cluster.run(2, save_into_two_folders, tmp_path, tier):
+        assert [len(loaded[name]) for name in ("often", "rarely")] == [9, 4]
+        assert [pair for pairs in loaded.values() for pair in pairs if pair[0] != pair[1]] == []
+    for name in ("often", "rarely"):
+        assert not [flaw for path in complete(tmp_path / name) for flaw in problems(path)]
+    bases = [base_of(path) for path in complete(tmp_path / "rarely")]
+    assert bases == [folder_of(6), None, folder_of(2), None], "nothing builds on anything: the test shows nothing"
+
+
+def save_by_two_runs(folder: Path) -> tuple[list[str], str, str]:
+    first = trainer_on("memory", folder)
+    few_keys(first, 0, 6)
+    checkpoints = first.checkpoints(folder / "saved", keep=2)
+    first.checkpoint(checkpoints)
+    checkpoints.wait()
+    second = trainer_on("memory", folder)
+    said = ["", ""]
+    try:
+        second.checkpoints(folder / "saved", keep=2)
+    except ValueError as error:
+        said[0] = str(error)
+    few_keys(second, 0, 6)
+    try:
+        second.checkpoints(folder / "saved", keep=2)
+    except ValueError as error:
+        said[1] = str(error)
+    return [path.name for path in complete(folder / "saved")], *said
+
+
+def test_a_folder_with_checkpoints_of_another_run_is_refused_on_every_worker(cluster: Cluster, tmp_path: Path) -> None:
+    """Its steps would stand where this run's belong, and the newest, which are kept, would be the other's."""
+    for listed, at_first, later in cluster.run(2, save_by_two_runs, tmp_path):
+        assert listed == [folder_of(6)]
+        assert f"{tmp_path / 'saved'} has a checkpoint of a later step, {folder_of(6)}" in at_first
+        assert f"{tmp_path / 'saved'} has checkpoints of another run ({folder_of(6)}): save to another folder" in later
+
+
+def test_a_trainer_that_was_loaded_from_a_folder_goes_on_saving_there(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 2)
+    checkpoints = trainer.checkpoints(tmp_path, keep=2)
+    trainer.checkpoint(checkpoints)
+    checkpoints.wait()
+    other = make_trainer()
+    other.load(tmp_path / folder_of(2))
+    train(other, 2, 3)
+    checkpoints = other.checkpoints(tmp_path, keep=2)
+    other.checkpoint(checkpoints)
+    checkpoints.wait()
+    assert [path.name for path in complete(tmp_path)] == [folder_of(3), folder_of(2)]
+    with pytest.raises(ValueError, match="has a checkpoint of a later step, step-000000003, than this trainer is at"):
+        trainer.checkpoints(tmp_path)
+
+
+def test_a_checkpoint_whose_base_was_tidied_away_is_followed_by_a_full_one(tmp_path: Path) -> None:
+    trainer = trainer_on("memory", tmp_path)
+    checkpoints = trainer.checkpoints(tmp_path / "saved", full_every=9)
+    for step in range(3):
+        few_keys(trainer, step, step + 1)
+        trainer.checkpoint(checkpoints)
+        checkpoints.wait()
+        if step == 0:
+            shutil.rmtree(tmp_path / "saved" / folder_of(1))
+    assert [base_of(path) for path in complete(tmp_path / "saved")] == [folder_of(2), None]
+    assert load_one(tmp_path / "saved" / folder_of(3), tmp_path) == trainer.digest()
+
+
+# -- leaving while one is written --------------------------------------------------------------------------------------
+
+SCRIPT = """
+import atexit, os, sys
+atexit.register(lambda: os._exit(int("failing" in sys.argv)))  # comes last; torch alone may take seconds to go
+from nestpipe.checkpoint import saving
+from tests.test_checkpoint import make_trainer, train
+saving.HEAD_START = 1.5  # it has not begun when the script is over
+trainer = make_trainer()
+train(trainer, 0, 3)
+print(trainer.digest(), flush=True)
+checkpoints = trainer.checkpoints(sys.argv[1])
+trainer.checkpoint(checkpoints)
+if "forgotten" in sys.argv:
+    del trainer, checkpoints
+if "failing" in sys.argv:
+    raise ValueError("something else went wrong")
+"""
+
+
+def run_script(folder: Path, *options: str, workers: int = 1) -> list[tuple[int, str]]:
+    root = Path(__file__).parent.parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    if workers > 1:
+        environment |= {"WORLD_SIZE": str(workers), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(folder), *options],
+            env={**environment, **({"RANK": str(rank)} if workers > 1 else {})},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+        )
+        for rank in range(workers)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "code"), [(2, ["last line"], 0), (1, ["forgotten"], 0), (1, ["failing"], 1)]
+)
+def test_a_checkpoint_that_a_script_ends_with_is_there(
+    tmp_path: Path, workers: int, options: list[str], code: int
+) -> None:
+    results = run_script(tmp_path / "saved", *options, workers=workers)
+    assert [result[0] for result in results] == [code] * workers
+    (path,) = complete(tmp_path / "saved")
+    assert not list(problems(path)) and leftovers(tmp_path / "saved") == []
+    assert load_one(path, tmp_path) == results[0][1].strip()
+
+
+def test_a_part_that_never_comes_is_not_waited_for_for_ever_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first of two workers meets it when the other is dead."""
+    trainer = make_trainer()
+    train(trainer, 0, 1)
+    checkpoints = trainer.checkpoints(tmp_path)
+    told = listening(checkpoints)
+    monkeypatch.setattr(saving, "_wait_for_all", lambda *_: time.sleep(60))
+    monkeypatch.setattr(saving, "QUIET", 1.0)
+    monkeypatch.setattr(saving, "WORD", 0.1)
+    trainer.checkpoint(checkpoints)
+    pid = child_of(checkpoints)._pid
+    del trainer, checkpoints
+    gc.collect()
+    assert told == [
+        f"rank 0 waits for {folder_of(1)}, which is still being written to {tmp_path}",
+        f"{folder_of(1)} is given up: nothing more of it was written to {tmp_path} for 1 s",
+    ]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_after_an_error_one_of_which_nothing_more_is_written_is_given_up_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer()
+    train(trainer, 0, 1)
+    checkpoints = trainer.checkpoints(tmp_path)
+    told = listening(checkpoints)
+    monkeypatch.setattr(saving, "LEAVING", 0.2)
+    with instead_of_writing(lambda *_: time.sleep(60), trainer):
+        trainer.checkpoint(checkpoints)
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        trainer.close()
+    assert told == [f"{folder_of(1)} is given up: nothing more of it was written to {tmp_path} for 0.2 s"]
+    os.kill(child_of(checkpoints)._pid, signal.SIGKILL)
+    checkpoints.wait()

@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 
 import nestpipe.checkpoint
 from nestpipe import Trainer
+from nestpipe.checkpoint import commands
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import Damaged
 from tests.cluster import Cluster
@@ -53,7 +57,7 @@ def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("damage")
     digests = cluster.run(2, save_both, folder)
     assert {one.name for one in folder.iterdir()} == {FULL, CHANGES}
-    assert manifests.read(folder / CHANGES).base == FULL
+    assert manifests.read(folder / CHANGES).base.name == FULL
     return Saved(folder, digests[0])
 
 
@@ -259,7 +263,7 @@ def test_a_file_outside_its_folder_is_refused(copy: Path, name: str) -> None:
 def test_a_base_that_is_no_full_checkpoint_beside_it_is_refused(copy: Path, base: Any) -> None:
     path = copy / CHANGES
     values = json.loads((path / manifests.MANIFEST).read_text())
-    rewrite(path, json.dumps({**values, "base": base}).encode())
+    rewrite(path, json.dumps({**values, "base": {**values["base"], "name": base}}).encode())
     assert list(manifests.problems(path))
     with pytest.raises(Damaged):
         make_trainer().load(path)
@@ -297,3 +301,61 @@ def test_nothing_that_could_run_code_is_used_to_read_one() -> None:
     )
     for source in sources:
         assert forbidden.search(source.read_text()) is None, source
+
+
+# -- incremental ones --------------------------------------------------------------------------------------------------
+
+
+def save_another(folder: Path) -> None:
+    """Another run's checkpoint of the same step, under the same name."""
+    trainer = make_trainer()
+    train(trainer, 5, 8)
+    trainer.save(folder / FULL)
+
+
+def test_a_base_of_another_run_under_the_right_name_is_refused(cluster: Cluster, copy: Path, tmp_path: Path) -> None:
+    cluster.run(2, save_another, tmp_path / "another")
+    assert not list(manifests.problems(tmp_path / "another" / FULL))
+    shutil.rmtree(copy / FULL)
+    shutil.copytree(tmp_path / "another" / FULL, copy / FULL)
+    (problem,) = manifests.problems(copy / CHANGES)
+    assert f"holds only what changed since {FULL}, and the {FULL} beside it is another one" in problem
+    with pytest.raises(Damaged, match="beside it is another one"):
+        make_trainer().load(copy / CHANGES)
+    with pytest.raises(Damaged, match="beside it is another one"):
+        commands.export(copy / CHANGES, "plain", tmp_path / "rows.parquet")
+    assert not (tmp_path / "rows.parquet").exists()
+
+
+def test_a_key_whose_row_is_nowhere_is_found_though_every_checksum_is_right(copy: Path, tmp_path: Path) -> None:
+    """As a bug in what counts as changed would leave it."""
+    path, name = copy / CHANGES, "table-plain.1-of-2.safetensors"
+    arrays = load_arrays(path / name)
+    assert len(arrays["changed"]) < len(arrays["keys"])
+    save_arrays({**arrays, "keys": np.append(arrays["keys"], [10**6, 10**6 + 1])}, path / name)
+    values = json.loads((path / manifests.MANIFEST).read_text())
+    size, crc = manifests.checksum(path / name)
+    values["files"][name] = {"bytes": size, "crc32": f"{crc:08x}"}
+    rewrite(path, json.dumps(values).encode())
+    (problem,) = manifests.problems(path)
+    assert f"{name} has no row for 2 of its keys (the first is 1000000), and neither has {copy / FULL}" in problem
+    trainer = make_trainer()
+    with pytest.raises(Damaged, match="has no row for 2 of its keys"):
+        trainer.load(path)
+    assert all(len(store) == 0 for store in trainer._stores()), "nothing is loaded of it"
+    with pytest.raises(Damaged, match="has no row for 2 of its keys"):
+        commands.export(path, "plain", tmp_path / "rows.parquet")
+
+
+def test_full_checkpoints_of_the_format_before_are_read_and_incremental_ones_told_apart(
+    saved: Saved, copy: Path
+) -> None:
+    for name in (FULL, CHANGES):
+        values = json.loads((copy / name / manifests.MANIFEST).read_text())
+        base = values["base"] and values["base"]["name"]
+        rewrite(copy / name, json.dumps({**values, "format": 2, "base": base}).encode())
+    trainer = make_trainer()
+    trainer.load(copy / FULL)
+    assert trainer.steps == 3
+    with pytest.raises(Damaged, match=f"of an earlier version of nestpipe.*: take the full one, {FULL}"):
+        make_trainer().load(copy / CHANGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.config import Config, parse
 from nestpipe.data import SyntheticClicks, dataset
 from nestpipe.engine.step import StepResult
+from nestpipe.errors import TrainingError
 from tests.cluster import Cluster
 from tests.test_checkpoint import FEATURES, TABLES, Model, contents
 
@@ -54,10 +56,10 @@ class Cut(Exception):
 
 
 class Interrupted:
-    """While it lasts, a run is cut off after `step` steps, when its checkpoint of step `saved` is complete."""
+    """While it lasts, a run is cut off after `step` steps, when its checkpoint of step `saved` (if any) is complete."""
 
-    def __init__(self, folder: Path, *, step: int = 7, saved: int = 6) -> None:
-        self._path, self._step = folder / "checkpoints" / folder_of(saved), step
+    def __init__(self, folder: Path, *, step: int = 7, saved: int | None = 6) -> None:
+        self._path, self._step = folder if saved is None else folder / "checkpoints" / folder_of(saved), step
 
     def __enter__(self) -> None:
         self._before = run.Curves.step
@@ -284,22 +286,13 @@ def test_no_sound_checkpoint_means_from_the_beginning_and_that_is_told(
     saved = folder / "checkpoints"
     assert caplog.messages == [f"no checkpoint in {saved}: starting from the beginning"] and whole["steps"] == 7
     caplog.clear()
-    for path in complete(saved):
+    for path in (folder / "final", *complete(saved)):
         damage(path)
     with caplog.at_level(logging.WARNING, "nestpipe"):
         again = train(config, folder, resume=True)
     assert caplog.messages[-1] == f"no sound checkpoint in {saved}: starting from the beginning"
-    assert len(caplog.messages) == 3 and again["steps"] == 7 and again["digest"] == whole["digest"]
-
-
-def test_a_run_that_does_not_resume_sets_old_checkpoints_aside(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    first = train(configured(), folder)
-    other = train(configured(train={"seed": 5, "steps": 4}), folder)
-    assert other["steps"] == 4 and other["digest"] != first["digest"]
-    assert [path.name for path in complete(folder / "checkpoints")] == [folder_of(3)]
-    assert [path.name for path in complete(folder / "checkpoints-1")] == [folder_of(step) for step in (12, 9, 6, 3)]
-    assert not [flaw for path in complete(folder / "checkpoints-1") for flaw in problems(path)]
+    assert len(caplog.messages) == 4 and again["steps"] == 7 and again["digest"] == whole["digest"]
+    assert (folder / "damaged-final-1").is_dir() and not list(problems(folder / "final"))
 
 
 def test_a_checkpoint_has_the_configuration_of_its_run(tmp_path: Path) -> None:
@@ -312,10 +305,115 @@ def test_a_checkpoint_has_the_configuration_of_its_run(tmp_path: Path) -> None:
         assert 'config [data]: kind = "synthetic_clicks"' in "\n".join(said)
 
 
-def test_a_finished_run_that_is_resumed_trains_nothing_more(tmp_path: Path) -> None:
-    whole = train(configured(), tmp_path)
-    again = train(configured(), tmp_path, resume=True)
-    assert again["steps"] == 0 and again["digest"] == whole["digest"] and again["metrics"] == whole["metrics"]
+# -- what is in the folder stays ---------------------------------------------------------------------------------------
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing_more_and_stays_as_it_is(tmp_path: Path) -> None:
+    for name, entries in (("steps", {}), ("epochs", {"train": {"steps": None}, "data": {"num_samples": 128}})):
+        folder = tmp_path / name
+        whole, before = train(configured(**entries), folder), everything(folder)
+        again = train(configured(**entries), folder, resume=True)
+        assert again["steps"] == 0 and again["digest"] == whole["digest"] and again["metrics"] == whole["metrics"]
+        assert everything(folder) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json", "final", "tensorboard", "checkpoints"])
+def test_a_run_does_not_begin_in_the_folder_of_another(tmp_path: Path, name: str) -> None:
+    """Whichever part of it is left."""
+    first = train(configured(), tmp_path / "first")
+    assert first["steps"] == 12
+    folder = tmp_path / "second"
+    folder.mkdir()
+    (tmp_path / "first" / name).rename(folder / name)
+    before = everything(folder)
+    with pytest.raises(ValueError, match=r"has (a run in it|checkpoints of a run).*--resume.*or choose another --out"):
+        train(configured(train={"seed": 5}), folder)
+    assert everything(folder) == before
+
+
+def test_a_run_begins_in_a_folder_that_has_only_other_things_in_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert train(configured(train={"steps": 1}), tmp_path)["steps"] == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_checkpoints_of_another_run_in_the_folder_that_the_config_names_are_left_alone(tmp_path: Path) -> None:
+    config = configured(train={"checkpoints": str(tmp_path / "shared")})
+    train(config, tmp_path / "one")
+    before = everything(tmp_path)
+    with pytest.raises(ValueError, match=r"shared has checkpoints of a run .*or train.checkpoints"):
+        train(config, tmp_path / "two")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model": {"top": [8]}}, "the model of the checkpoint is another one"),
+        ({"tables": {"f*": {"dim": 8, "pooling": "sum"}}}, "dim is 8 here but 4 in"),
+        ({"train": {"seed": 1}}, "seed is 1 here but 0 in"),
+    ],
+)
+def test_a_resume_that_is_refused_has_touched_nothing(tmp_path: Path, entries: Any, message: str) -> None:
+    train(configured(), tmp_path)
+    before = everything(tmp_path)
+    with pytest.raises((ValueError, TrainingError), match=message):
+        train(configured(**{**entries, "train": {"steps": 20, **entries.get("train", {})}}), tmp_path, resume=True)
+    assert everything(tmp_path) == before
+
+
+def test_a_resume_that_is_refused_leaves_damaged_checkpoints_where_they_are_too(tmp_path: Path) -> None:
+    train(configured(), tmp_path)
+    damage(tmp_path / "final")
+    before = everything(tmp_path)
+    with pytest.raises(TrainingError, match="the model of the checkpoint is another one"):
+        train(configured(model={"top": [8]}), tmp_path, resume=True)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("every", [0, 3, 5])
+def test_a_finished_run_with_more_steps_goes_on_from_its_end(tmp_path: Path, every: int) -> None:
+    short, long = (configured(train={"steps": steps, "checkpoint_every": every}) for steps in (12, 20))
+    whole = train(long, tmp_path / "whole")
+    first = train(short, tmp_path / "run")
+    rest = train(long, tmp_path / "run", resume=True)
+    assert (first["steps"], rest["steps"]) == (12, 8) and rest["digest"] == whole["digest"]
+    assert manifest.read(tmp_path / "run" / "final").step == 20
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["digest"] == whole["digest"]
+    assert not list(problems(tmp_path / "run" / "final-1")), "the end before is kept"
+
+
+def test_a_run_that_is_lost_while_it_goes_on_from_its_end_still_has_that(tmp_path: Path) -> None:
+    short, long = (configured(train={"steps": steps, "checkpoint_every": 0}) for steps in (6, 12))
+    train(short, tmp_path)
+    before = everything(tmp_path)
+    with Interrupted(tmp_path, step=9, saved=None), pytest.raises(Cut):
+        train(long, tmp_path, resume=True)
+    after = everything(tmp_path)
+    assert all(after[name] == before[name] for name in before if name.startswith(("final", "result.json")))
+    assert train(long, tmp_path, resume=True)["steps"] == 6
+
+
+@pytest.mark.parametrize("after", ["saved", "put aside"])
+def test_a_run_that_is_killed_while_its_end_takes_the_place_of_the_one_before_loses_neither(
+    tmp_path: Path, after: str
+) -> None:
+    short, long = (configured(train={"steps": steps, "checkpoint_every": 0}) for steps in (6, 12))
+    train(short, tmp_path)
+    whole = train(long, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole" / "final", tmp_path / "final-next")
+    if after == "put aside":
+        (tmp_path / "result.json").unlink()
+        (tmp_path / "final").rename(tmp_path / "final-1")
+    again = train(long, tmp_path, resume=True)
+    assert again["steps"] == 0 and again["digest"] == whole["digest"]
+    assert [manifest.read(tmp_path / name).step for name in ("final", "final-1")] == [12, 6]
+    assert sorted(path.name for path in tmp_path.glob("final*")) == ["final", "final-1"]
+    assert json.loads((tmp_path / "result.json").read_text())["digest"] == whole["digest"]
 
 
 # -- several workers ---------------------------------------------------------------------------------------------------
