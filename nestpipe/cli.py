@@ -179,7 +179,7 @@ def _train(arguments: argparse.Namespace) -> int:
             if arguments.resume and arguments.out is None:
                 raise ValueError("--resume needs the run folder to go on in: --out RUN")
             config.read(arguments.config, overrides)
-            run.check_writable(folder=folder, json_file=arguments.json)
+            run.check_writable(arguments.json, folder=folder)
 
         problem = _guard(check, 0)
         if problem:
@@ -207,24 +207,28 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    import json
-
     from nestpipe import config, process, run
 
     saved = arguments.run / "config.json"
     if not saved.is_file():
         print(f"nestpipe: error: {arguments.run} is not a run folder: it has no config.json", file=sys.stderr)
         return 2
+
+    def read() -> config.Config:
+        run.check_writable(arguments.json)
+        return config.read_json(saved, arguments.overrides)
+
+    # Read here first: what is wrong is told once, and not by every worker.
+    problem = 0 if process.under_launcher() else _guard(read, 0)
+    if problem:
+        return problem
     if not process.under_launcher() and arguments.workers > 1:
         passed = ["evaluate", str(arguments.run), *(["--split", arguments.split] if arguments.split else [])]
         passed += ["--json", str(arguments.json)] if arguments.json else []
         return _launch(arguments, passed + [text for one in arguments.overrides for text in ("--set", one)])
 
     def work() -> None:
-        values = json.loads(saved.read_text())
-        for override in arguments.overrides:
-            config.override(values, override)
-        parsed = config.parse(values)
+        parsed = read()
         split = arguments.split or parsed.train.eval_split
         metrics = run.evaluate(parsed, checkpoint=arguments.run / run.CHECKPOINT, split=split)
         if _rank() == 0:
@@ -243,6 +247,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
     from nestpipe.checkpoint import commands
+    from nestpipe.run import check_writable
 
     flaws: list[str] = []
 
@@ -256,6 +261,7 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
         if arguments.action == "inspect":
             print(commands.inspect(arguments.path))
         elif arguments.action == "export":
+            check_writable(arguments.out)
             rows = commands.export(arguments.path, arguments.table, arguments.out)
             print(f"{rows:,} rows of {arguments.table}: {arguments.out}")
         else:
@@ -298,7 +304,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     def work() -> None:
         parsed = config.read(arguments.config, arguments.overrides)
-        check_writable(folder=arguments.out.absolute().parent, json_file=arguments.out)
+        check_writable(arguments.out)
         found = profiling.profile(parsed, workers=arguments.workers, name=arguments.out.stem)
         if found is not None:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -400,7 +406,12 @@ def _guard(work: Any, rank: int) -> int:
         time.sleep(LEAVE_AFTER if rank else 0)
         print(f"nestpipe: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
         return 1
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            time.sleep(LEAVE_AFTER if rank else 0)
+            path = error.filename2 or error.filename  # where a file should have been moved to
+            print(f"nestpipe: error: {path}: {error.strerror or error}", file=sys.stderr, flush=True)
+            return 1
         if not _lost_contact(error):
             raise
         print(f"nestpipe: rank {rank} lost contact with another worker ({str(error).splitlines()[0]})", file=sys.stderr,

@@ -23,6 +23,7 @@ class StorageError(OSError):
 
 
 def describe(error: BaseException) -> str:
-    """What it says; with the kind of error in front unless it was made for users to read."""
+    """What it says, and what was noted on it; with the kind of error in front unless it was made for users to read."""
     for_users = isinstance(error, (ValueError, TimeoutError, TrainingError, StorageError)) and str(error)
-    return str(error) if for_users else f"{type(error).__name__}: {error}"
+    text = str(error) if for_users else f"{type(error).__name__}: {error}"
+    return "; ".join([text, *getattr(error, "__notes__", ())])

@@ -291,16 +291,22 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_writable(*, folder: Path, json_file: Path | None) -> None:
-    """Raises ValueError now rather than after the training."""
-    for path in (folder, *([json_file] if json_file else [])):
-        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-        must_be_folder = existing != json_file
+def check_writable(*files: Path | None, folder: Path | None = None) -> None:
+    """Raises ValueError now rather than after the work whose result would be written there. None: nothing is."""
+    for path, must_be_folder in ((folder, True), *((file, False) for file in files)):
+        if path is None:
+            continue
+        try:
+            existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        except OSError as error:  # a name that is too long, say
+            raise ValueError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
+        must_be_folder = must_be_folder or existing != path
+        which = "it" if existing == path else existing
         if existing.is_dir() != must_be_folder:
             kind = "a file" if must_be_folder else "a folder"
-            raise ValueError(f"cannot write {path}: {existing} is {kind}; choose another --out or --json")
+            raise ValueError(f"cannot write {path}: {which} is {kind}; choose another path")
         if not os.access(existing, os.W_OK):
-            raise ValueError(f"cannot write {path}: no permission to write {existing}; choose another --out or --json")
+            raise ValueError(f"cannot write {path}: no permission to write {existing}; choose another path")
 
 
 SAY_EVERY = 10.0  # seconds between lines where there is no terminal for a bar

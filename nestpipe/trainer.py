@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nestpipe import checkpoint as saved
 from nestpipe import process, trace
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch, Jagged, NotFinite
+from nestpipe.batch import Batch, NotFinite, one_list
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.engine import Engine
@@ -119,6 +119,7 @@ class Trainer:
             )
         if clustering not in CLUSTERINGS:
             raise ValueError(f"clustering {clustering!r}, {did_you_mean(clustering, list(CLUSTERINGS))}")
+        process.check_timeout("data_timeout", data_timeout)
         SCHEDULES[schedule](look_ahead=look_ahead)  # what does not fit together is said before anything is opened
         ExchangePlan(tables, features)
         process.join_group(data_timeout)
@@ -401,10 +402,11 @@ class Trainer:
         loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
         judge_all(self._ops, self._arena, self.model, loader, judge)
 
-    def rows(self, table: str, keys: Tensor) -> Tensor:
+    def rows(self, table: str, keys: Tensor | np.ndarray | Sequence[int]) -> Tensor:
         """The rows of any keys, [len(keys), dim], from whichever workers hold them. Every worker must call it.
 
         A key without a row gives the values it would be born with.
+        keys: int64, in a tensor, a NumPy array or a list.
         """
         self._must_be_quiet("read rows")
         (store,) = self._stores(table)
@@ -413,7 +415,7 @@ class Trainer:
         ops = StepOperations(plan, [store], self._keys, self._rows, self._dense, skip_nonfinite=False)
         batch, error = None, None
         try:
-            batch = checked(Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}), ["keys"])
+            batch = checked(Batch({"keys": one_list(keys)}), ["keys"])
         except Exception as problem:
             error = problem
         ctx = lookup(ops, self._arena, batch, error)
@@ -424,7 +426,7 @@ class Trainer:
 
     def _stores(self, table: str | None = None) -> list[Store]:
         stores = [store for store in self._ops.stores if table is None or store.table.name == table]
-        if not stores:
+        if table is not None and not stores:
             raise ValueError(f"table {table!r}, {did_you_mean(str(table), [s.table.name for s in self._ops.stores])}")
         return stores
 

@@ -38,7 +38,7 @@ class Dense:
         self.optimizer = optimizer(self._parameters) if self._parameters else None
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
-        return checked_output(self.model(batch, rows), batch.size)
+        return call(self.model, batch, rows)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """`last`: of the step, so that the sum over workers can begin with what is complete."""
@@ -87,6 +87,17 @@ def _check_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
                 f"the model of rank {rank} is not that of rank 0: {', '.join(differs[:3])}; build the same model on every worker",
                 is_ours=dist.get_rank(group) == rank,
             )
+
+
+def call(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> Output:
+    """The model's checked output. An error that comes of labels which are not there says so."""
+    try:
+        output = model(batch, rows)
+    except (AttributeError, TypeError) as error:
+        if batch.labels is None and "NoneType" in str(error):
+            error.add_note("the batch has no labels: set Batch.labels, which the model seems to read")
+        raise
+    return checked_output(output, batch.size)
 
 
 def checked_output(output: Any, size: int) -> Output:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch
-from nestpipe.engine.dense import checked_output
+from nestpipe.engine.dense import call
 from nestpipe.engine.loader import Loader
 from nestpipe.engine.step import Context, StepOperations
 from nestpipe.exchange.window import Window
@@ -67,12 +67,13 @@ def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.n
     totals = np.zeros(2)
 
     def judge(batch: Batch, rows: dict[str, Any]) -> None:
-        output = checked_output(model(batch, rows), batch.size)
+        output = call(model, batch, rows)
         totals[0] += float(output.losses.double().sum())
         totals[1] += batch.size if output.weights is None else float(output.weights.double().sum())
         for name, metric in metrics.items():
             if output.predictions is None or batch.labels is None:
-                raise ValueError(f"metric {name!r} needs Output.predictions from the model and labels in the batch")
+                missing = "labels in the batch" if batch.labels is None else "Output.predictions from the model"
+                raise ValueError(f"metric {name!r} needs {missing}")
             metric.update(output.predictions, batch.labels)
 
     return judge, totals

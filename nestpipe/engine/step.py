@@ -133,7 +133,7 @@ class StepOperations:
             self._give_up(ctx)
             ctx.source = self._source_route(ctx)
         ctx.source.sizes.state[:] = FAILED if ctx.error is not None else HAS_DATA if ctx.has_data else OUT_OF_DATA
-        sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables))
+        sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables), ctx.window.parts)
         if (sizes.state == FAILED).any():
             leave_together(self.keys, ctx)
         if not (sizes.state == HAS_DATA).any():
