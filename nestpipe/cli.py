@@ -395,7 +395,7 @@ def _guard(work: Any, rank: int) -> int:
         return STOPPED
     except TrainingError as error:
         if error.is_ours:
-            if not isinstance(error.__cause__, (ValueError, TimeoutError, type(None))):
+            if not isinstance(error.__cause__, (ValueError, TimeoutError, MemoryError, type(None))):
                 traceback.print_exception(error.__cause__)  # not one of ours: where it was raised is what helps
             print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
         else:
@@ -406,7 +406,14 @@ def _guard(work: Any, rank: int) -> int:
         time.sleep(LEAVE_AFTER if rank else 0)
         print(f"nestpipe: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
         return 1
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            print(
+                f"nestpipe: error: {f'rank {rank}: ' if rank else ''}not enough memory: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 1
         if isinstance(error, OSError) and error.filename is not None:
             time.sleep(LEAVE_AFTER if rank else 0)
             path = error.filename2 or error.filename  # where a file should have been moved to

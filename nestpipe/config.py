@@ -62,7 +62,16 @@ AT_LEAST_ONE = {
     ),
     "schedule": ("micro_batches", "look_ahead"),
 }
-AT_MOST = {"train": {"timeout": MOST_SECONDS, "rank_at": 1_000_000}}
+AT_LEAST_ZERO = {"train": ("seed", "dense_lr", "dense_weight_decay", "eval_every", "checkpoint_every")}
+AT_MOST = {
+    "train": {
+        "timeout": MOST_SECONDS,
+        "rank_at": 1_000_000,
+        "seed": 2**32,
+        "dense_lr": 1e30,
+        "dense_weight_decay": 1e30,
+    }
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -328,6 +337,9 @@ def _section(kind: type[Any], name: str, values: Mapping[str, Any]) -> Any:
             and (value == () or min(value if isinstance(value, tuple) else (value,)) < 1)
         ):
             raise ValueError(f"config: {name}.{entry} must be at least 1, got {value!r}")
+    for entry in AT_LEAST_ZERO.get(name, ()):
+        if checked.get(entry, 0) < 0:
+            raise ValueError(f"config: {name}.{entry} must be at least 0, got {checked[entry]!r}")
     for entry, most in AT_MOST.get(name, {}).items():
         value = checked.get(entry)
         if value is not None and max(value if isinstance(value, tuple) else (value,)) > most:

@@ -84,7 +84,7 @@ PREDICT = "clicks.toml --profile npu-1536 --workers 2"
         ("train clicks.toml --out run --set train.timeout=inf", "train.timeout must be finite float, got inf"),
         ("train clicks.toml --out run --set train.rank_at=[true]", "train.rank_at must be list of int"),
         ("train clicks.toml --out run --set model.kind=os:path", "must be a class of torch.nn.Module"),
-        ("train clicks.toml --out run --set model.bottom=[-3]", "widths in bottom must be whole numbers of at least 1"),
+        ("train clicks.toml --out run --set model.bottom=[-3]", "bottom[0] must be a whole number of at least 1"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(

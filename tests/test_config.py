@@ -234,7 +234,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("tables.f*.dim=wide", r"tables.f\*.dim must be int, got 'wide'"),
     ("tables.f*.dim=true", r"tables.f\*.dim must be int, got True"),
     ("tables.f*.dim=0", "dim must be a whole number of at least 1, got 0"),
-    ("tables.f*.lr=fast", "lr must be a number >= 0, got 'fast'"),
+    ("tables.f*.lr=fast", "lr must be a finite number >= 0, got 'fast'"),
     ("tables.f*.dtype=float61", "dtype 'float61', which is not known.*float32"),
     ("tables.f*.init={gauss=1}", "init must be .*normal = std.*got {'gauss': 1}"),
     ("tables.f*.init=normal", r"tables.f\*.init must be dict"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -255,12 +256,13 @@ def test_an_argument_of_hstu_out_of_its_range_is_refused(arguments: dict[str, An
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bottom": [-3]}, "widths in bottom must be whole numbers of at least 1, got -3"),
-        ({"top": [8, 0]}, "widths in top must be"),
-        ({"top": [True]}, "widths in top must be"),
-        ({"top": [1.5]}, "widths in top must be"),
+        ({"bottom": [-3]}, r"bottom\[0\] must be a whole number of at least 1, got -3"),
+        ({"top": [8, 0]}, r"top\[1\] must be"),
+        ({"top": [True]}, r"top\[0\] must be"),
+        ({"top": [1.5]}, r"top\[0\] must be"),
         ({"bottom": 8}, "bottom must be a list of hidden widths, got 8"),
         ({"bottom": "88"}, "bottom must be a list"),
+        ({"num_dense": 2**40}, "num_dense must be at most 2,147,483,647"),
         ({"num_dense": -1}, "num_dense must be a whole number of at least 0"),
         ({"dim": 0}, "dim must be"),
         ({"features": "ab"}, "features must be a list of names"),
@@ -273,6 +275,23 @@ def test_an_argument_of_hstu_out_of_its_range_is_refused(arguments: dict[str, An
 def test_an_argument_of_dlrm_out_of_its_range_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"DLRM: {message}"):
         DLRM(**{"num_dense": 2, "features": ["a", "b"], "dim": 4, **arguments})
+
+
+def test_a_model_that_reads_a_feature_that_is_not_there_names_those_that_are() -> None:
+    rows = {"history": Jagged.from_lists([[1]]), "bag": torch.zeros(1, 4)}
+    batch = Batch({"history": Jagged.from_lists([[1]])}, {"dense": torch.zeros(1, 2)}, torch.ones(1))
+    for names, message in (
+        ({"history": "histroy"}, r"history is 'histroy', which is no feature; there are history, bag"),
+        ({"negatives": "bag"}, r"feature 'bag' must have one row per key: pooling=None"),
+    ):
+        with pytest.raises(ValueError, match=f"HSTU: {message}"):
+            HSTU(dim=4, **{"negatives": "history", **names})(batch, rows)
+    for name, message in (
+        ("no", r"features\[1\] is 'no', which is no feature"),
+        ("history", "must have one row per sample: pooling='sum'"),
+    ):
+        with pytest.raises(ValueError, match=f"DLRM: .*{message}"):
+            DLRM(num_dense=2, features=["bag", name], dim=4)(batch, rows)
 
 
 def test_a_checkpoint_that_does_not_exist_is_not_called_cut_off(tmp_path: Path) -> None:
@@ -293,7 +312,7 @@ CLICKS: dict[str, Any] = {
 
 
 def changed(*overrides: str) -> dict[str, Any]:
-    values = {name: {**section} for name, section in CLICKS.items()}
+    values = copy.deepcopy(CLICKS)
     for text in overrides:
         config.override(values, text)
     return values
@@ -313,6 +332,12 @@ def changed(*overrides: str) -> dict[str, Any]:
         ("model.bottom=[true]", "model.bottom must be list of int"),
         ("model.dense=3", "model.dense must be str, got 3"),
         ("data.num_features=2.5", "data.num_features must be int, got 2.5"),
+        ("train.seed=-1", "train.seed must be at least 0"),
+        ("train.eval_every=-1", "train.eval_every must be at least 0"),
+        ("train.dense_lr=-0.1", "train.dense_lr must be at least 0, got -0.1"),
+        ("train.dense_lr=1e300", "train.dense_lr must be at most"),
+        ("tables.f*.lr=inf", "lr must be a finite number >= 0, got inf"),
+        ("tables.f*.init={normal = inf}", "std must be at least 0 and finite"),
         ("data.keys_per_bag=[1, 2, 3]", None),
         ("model.kind=os:path", "model.kind 'os:path' is a module; it must be a class of torch.nn.Module"),
         ("model.kind=os:getcwd", "is a builtin_function_or_method; it must be a class of torch.nn.Module"),

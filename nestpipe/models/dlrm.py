@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
-from nestpipe.models.arguments import check_names, check_whole, check_widths
+from nestpipe.models.arguments import check_names, check_rows, check_whole, check_widths
 
 INTERACTIONS = ("dot", "cat", "both")
 
@@ -81,10 +81,9 @@ class DLRM(nn.Module):
                     f"set num_dense to the number of its columns"
                 )
             vectors.append(self.bottom(dense_BC))
+        check_rows("DLRM", rows, Tensor, **{f"features[{place}]": name for place, name in enumerate(self.features)})
         for name in self.features:
             rows_BD = rows[name]
-            if not isinstance(rows_BD, Tensor):
-                raise ValueError(f"feature {name!r} has one row per key, not one per sample; give it pooling='sum'")
             if rows_BD.shape[-1] != self.dim:
                 raise ValueError(
                     f"feature {name!r} has rows of {rows_BD.shape[-1]} values, the model has dim={self.dim}; "

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.models.arguments import check_dropout, check_names, check_whole, is_number
+from nestpipe.models.arguments import check_dropout, check_names, check_rows, check_whole, is_number
 from nestpipe.models.hstu_ops import MASKED, Packing, attend, dropout, normalize, pick, sampled_softmax
 
 
@@ -90,6 +90,7 @@ class HSTU(nn.Module):
         )
 
     def forward(self, batch: Batch, rows: dict[str, Jagged]) -> Output:
+        check_rows("HSTU", rows, Jagged, history=self.history, negatives=self.negatives)
         keys, negatives = batch.keys[self.history], rows[self.negatives]
         num_samples = len(keys)
         num_negatives = self._num_negatives(negatives)
@@ -123,6 +124,7 @@ class HSTU(nn.Module):
 
     def query(self, batch: Batch, rows: dict[str, Jagged]) -> Tensor:
         """The state after the last item of each history, [B, D]; zeros where the history is empty."""
+        check_rows("HSTU", rows, Jagged, history=self.history)
         packing = Packing(batch.keys[self.history].offsets)
         states_TD = self._encode(batch, packing.sort_tokens(rows[self.history].values), packing)
         query_BD = states_TD.new_zeros(len(packing.lengths), self.dim)
