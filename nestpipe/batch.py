@@ -98,6 +98,9 @@ class Jagged:
         return [values[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
+SEEN = "seen"
+
+
 @dataclasses.dataclass(eq=False)
 class Batch:
     """One step's samples on one worker.
@@ -105,6 +108,9 @@ class Batch:
     keys: one Jagged of int64 keys per feature.
     dense: everything the model reads besides rows: tensors [B, ...] or Jagged.
     labels: [B] or [B, ...], if the model needs any.
+
+    `dense["seen"]` of a batch that is ranked: a Jagged of all keys that each sample's user has had, where the history that the
+    model reads is only the end of it (see `Trainer.evaluate_ranking`).
     """
 
     keys: dict[str, Jagged]

@@ -232,7 +232,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         split = arguments.split or parsed.train.eval_split
         metrics = run.evaluate(parsed, checkpoint=arguments.run / run.CHECKPOINT, split=split)
         if _rank() == 0:
-            print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            print(f"{split}: {run.in_words(metrics)}")
             if arguments.json:
                 run.write_json(arguments.json, {"split": split, "metrics": metrics})
 
@@ -433,6 +433,8 @@ def _lost_contact(error: BaseException) -> bool:
 
 
 def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
+    from nestpipe.run import in_words
+
     print(
         f"{result['steps']} steps, {result['samples']:,} samples in {result['seconds']:.1f} s "
         f"({result['samples_per_second']:,.0f} samples/s); loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
@@ -443,7 +445,7 @@ def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
         )
     if result["skipped_batches"]:
         print(f"{result['skipped_batches']} batches were skipped: something in them was not finite")
-    print("metrics: " + ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items()))
+    print(f"metrics: {in_words(result['metrics'])}")
     print(f"digest: {result['digest']}")
     print(f"results: {folder}/result.json, curves: tensorboard --logdir {folder}, model and tables: {folder}/final")
     if json_file is not None:

@@ -29,7 +29,7 @@ from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.optim import OPTIMIZERS
 from nestpipe.process import MOST_SECONDS
 from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, did_you_mean
-from nestpipe.trainer import SCHEDULES
+from nestpipe.trainer import SCHEDULES, SEEN_TARGETS
 
 MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "hstu": models.HSTU}
 DENSE_OPTIMIZERS = {
@@ -46,6 +46,7 @@ CHOICES: dict[str, dict[str, Collection[str]]] = {
         "on_nonfinite": ("raise", "skip"),
         "reader": ("auto", "thread", "process"),
         "eval_split": data_sets.SPLITS,
+        "seen_targets": SEEN_TARGETS,
     },
     "schedule": {"name": SCHEDULES, "clustering": CLUSTERINGS},
 }
@@ -76,7 +77,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Of 64 bits, as TOML has them."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _is_text(value: Any) -> bool:
@@ -115,7 +117,8 @@ class TrainSection:
     eval_split, eval_batch_size: what the run is judged on at its end.
     eval_every: steps between evaluations on "valid"; 0 means none.
     rank_at: the k of HR@k and NDCG@k.
-    exclude_seen: leave a user's own history out of the ranking.
+    exclude_seen: leave all that a user has had out of the ranking.
+    seen_targets: a target that its user has had before: "rank" it all the same, count it as a "miss", or "skip" the sample.
     reader: where training batches are read: "thread", "process" (one of its own), or "auto": a process for data sets that
         parse files as they go, whose work would hold up the compute lane (`nestpipe bench reading`).
     checkpoint_every: steps between checkpoints, which are written while training goes on; 0 means none before the end.
@@ -139,6 +142,7 @@ class TrainSection:
     eval_every: int = 0
     rank_at: tuple[int, ...] = (10, 50)
     exclude_seen: bool = True
+    seen_targets: str = "rank"
     reader: str = "auto"
     checkpoint_every: int = 0
     keep_checkpoints: int = 3
@@ -150,6 +154,10 @@ class TrainSection:
     def __post_init__(self) -> None:
         if self.lr_decay != "none" and self.steps is None:
             raise ValueError("config: train.lr_decay needs train.steps, to know where the end is")
+        if self.seen_targets == "miss" and not self.exclude_seen:
+            raise ValueError(
+                "config: train.seen_targets = 'miss' needs train.exclude_seen = true, which leaves them out"
+            )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -196,6 +196,7 @@ def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -
             ks=settings.rank_at,
             history=history,
             exclude_seen=settings.exclude_seen,
+            seen_targets=settings.seen_targets,
         )
     return trainer.evaluate(batches, {"AUC": AUC(), "NE": NormalizedEntropy()})
 
@@ -309,6 +310,13 @@ def check_writable(*files: Path | None, folder: Path | None = None) -> None:
             raise ValueError(f"cannot write {path}: no permission to write {existing}; choose another path")
 
 
+def in_words(metrics: dict[str, float]) -> str:
+    """`HR@10 0.0612, targets 22,363`: counts are whole numbers."""
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4f}" for name, value in metrics.items()
+    )
+
+
 SAY_EVERY = 10.0  # seconds between lines where there is no terminal for a bar
 
 
@@ -351,9 +359,9 @@ class Curves:
         if self._writer is None:
             return
         for name, value in metrics.items():
-            self._writer.add_scalar(f"{split}/{name}", value, step)
-        text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        tqdm.write(f"step {step}, {split}: {text}")
+            if isinstance(value, float):  # counts make no curves
+                self._writer.add_scalar(f"{split}/{name}", value, step)
+        tqdm.write(f"step {step}, {split}: {in_words(metrics)}")
 
     def close_bar(self) -> None:
         if self._bar is not None:

@@ -41,6 +41,7 @@ from nestpipe.tables import Feature, Table, did_you_mean
 
 log = logging.getLogger("nestpipe")
 T = TypeVar("T")
+SEEN_TARGETS = ("rank", "miss", "skip")  # what becomes of a target that its user has had before
 
 
 @dataclasses.dataclass
@@ -382,12 +383,21 @@ class Trainer:
         ks: Sequence[int] = (10, 50),
         history: str = "history",
         exclude_seen: bool = True,
+        seen_targets: str = "rank",
     ) -> dict[str, float]:
-        """HR@k and NDCG@k of `batch.labels` (target keys) ranked among all candidates, over all workers' batches.
+        """HR@k and NDCG@k of `batch.labels` (target keys) ranked among all candidates, over all workers' batches; and how many
+        `targets` were ranked, and how many `seen_targets` there were: keys that the user has had before.
 
         The model needs `query(batch, rows) -> [B, D]` and `score(query, candidate_rows) -> [B, N]`.
-        exclude_seen: leaves the keys of the sample's own `history` out of its ranking (the target stays).
+        exclude_seen: leaves what the user has had out of the ranking: the keys of `batch.dense["seen"]`, or where the data
+            gives none, of the sample's `history`.
+        seen_targets: what becomes of a target that is among them: "rank": it is ranked all the same; "miss": it is left out
+            too, and counts as not found (as in the public code of HSTU); "skip": its sample does not count.
         """
+        if seen_targets not in SEEN_TARGETS:
+            raise ValueError(f"seen_targets {seen_targets!r}, {did_you_mean(str(seen_targets), SEEN_TARGETS)}")
+        if seen_targets == "miss" and not exclude_seen:
+            raise ValueError("seen_targets='miss' is for targets that exclude_seen leaves out; set exclude_seen=True")
         if exclude_seen and history not in self._names:
             raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
         self._must_be_quiet("evaluate")
@@ -395,8 +405,19 @@ class Trainer:
         for k in ks:
             metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
         rows = self.rows(table, candidates)
-        self._judge(batches, judge_ranking(self.model, metrics, rows, candidates, history if exclude_seen else None))
-        return {name: metric.compute(group=self.group) for name, metric in metrics.items()}
+        judged, counts = judge_ranking(
+            self.model,
+            metrics,
+            rows,
+            candidates,
+            history=history,
+            exclude_seen=exclude_seen,
+            seen_targets=seen_targets,
+        )
+        self._judge(batches, judged)
+        ranked, seen = self._rows.sum(counts).tolist()
+        results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
+        return {**results, "targets": ranked, "seen_targets": seen}
 
     def _judge(self, batches: Iterable[Batch], judge: Judge) -> None:
         loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)

@@ -331,6 +331,7 @@ def changed(*overrides: str) -> dict[str, Any]:
         ("train.dense_lr=inf", "train.dense_lr must be finite float, got inf"),
         ("model.bottom=[true]", "model.bottom must be list of int"),
         ("model.dense=3", "model.dense must be str, got 3"),
+        ("data.num_samples=10000000000000000000000000", "data.num_samples must be int, got 1000"),
         ("data.num_features=2.5", "data.num_features must be int, got 2.5"),
         ("train.seed=-1", "train.seed must be at least 0"),
         ("train.eval_every=-1", "train.eval_every must be at least 0"),
