@@ -80,6 +80,15 @@ def to_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
     ]
 
 
+def _cell(text: str, value: Any) -> str:
+    """What `_value` gave the value of."""
+    if isinstance(value, str) or value is None:
+        return text
+    cell = Shown(text)
+    cell.values = tuple(value) if isinstance(value, list) else (value,)
+    return cell
+
+
 def _value(cell: str) -> float | list[float] | str | None:
     """The number that a cell shows, or several; text that shows none as it is, and nothing where it is empty."""
     numbers = cell.values if isinstance(cell, Shown) else ()
@@ -92,7 +101,10 @@ def from_json(values: Sequence[Mapping[str, Any]]) -> list[Section]:
     for value in values:
         try:
             fields = dict(value)
-            fields.pop("values", None)  # the rows again, for programs
+            numbers = fields.pop("values", None)
+            if numbers is not None:
+                pairs = zip(fields["rows"], numbers, strict=True)
+                fields["rows"] = [[_cell(*cell) for cell in zip(*row, strict=True)] for row in pairs]
             sections.append(_KINDS[fields.pop("kind")](**fields))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"not a section of a bench: {str(value)[:80]} ({error})") from None
