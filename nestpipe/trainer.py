@@ -68,7 +68,7 @@ class Trainer:
 
     model: an nn.Module; `forward(batch, rows)` returns losses [B], one per sample, or an Output. rows[name] is a Jagged of
         rows for a sequence feature, a tensor [B, dim] for a pooled one.
-    tables, features: what it reads.
+    tables, features: what it reads. Without any it is plain data-parallel training, with `rows` an empty dict.
     dense_optimizer: makes a torch optimizer from the model's parameters.
     schedule: "serial"; "dbp" (lookups of the next batches hidden behind the compute of this one); "fwp" (rows and gradients
         travel behind the compute of other micro-batches); "nested" (both): all four give the same result to the bit. Or
