@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class Jagged:
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Jagged:
+        _check_tensor("lengths of a Jagged", lengths)
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         return cls(values, offsets, weights)
@@ -131,6 +133,9 @@ class Jagged:
         return [values[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
+SEEN = "seen"
+
+
 @dataclasses.dataclass(eq=False)
 class Batch:
     """One step's samples on one worker.
@@ -138,6 +143,9 @@ class Batch:
     keys: one Jagged of int64 keys per feature.
     dense: everything the model reads besides rows: tensors [B, ...] or Jagged.
     labels: [B] or [B, ...], if the model needs any.
+
+    `dense["seen"]` of a batch that is ranked: a Jagged of all keys that each sample's user has had, where the history that the
+    model reads is only the end of it (see `Trainer.evaluate_ranking`).
     """
 
     keys: dict[str, Jagged]
@@ -213,9 +221,18 @@ class Output:
 
 def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
     """Raises ValueError, naming the feature and the value, for a batch that cannot be trained on."""
+    for what, parts in (("keys", batch.keys), ("dense", batch.dense)):
+        if not isinstance(parts, dict):
+            raise ValueError(f"Batch.{what} must be a dict by name, got {type(parts).__name__}")
+    for name, jagged in batch.keys.items():
+        _check_kind(f"feature {name!r}", jagged)
     for name, part in batch.dense.items():
-        if isinstance(part, Tensor) and part.ndim == 0:
-            raise ValueError(f"dense input {name!r} is a single number; give a tensor [B, ...], one entry per sample")
+        if isinstance(part, Jagged):
+            _check_kind(f"dense input {name!r}", part)
+        else:
+            _check_per_sample(f"dense input {name!r}", part)
+    if batch.labels is not None:
+        _check_per_sample("labels", batch.labels)
     size = batch.size
     missing = [name for name in feature_names if name not in batch.keys]
     if missing:
@@ -223,8 +240,9 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
             f"feature {missing[0]!r} is declared but the batch has no keys for it (it has {sorted(batch.keys)}); "
             f"give every batch a Jagged for it (empty lists are fine) or drop the Feature"
         )
+    for name, jagged in batch.keys.items():
+        _check_jagged(f"feature {name!r}", jagged, size)
     for name in feature_names:
-        _check_jagged(f"feature {name!r}", batch.keys[name], size)
         values, weights = batch.keys[name].values, batch.keys[name].weights
         if values.dtype != torch.int64 or values.ndim != 1:
             raise ValueError(
@@ -252,11 +270,44 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
         _check_finite("labels", batch.labels)
 
 
-def _check_jagged(what: str, jagged: Jagged, size: int) -> None:
+def one_list(keys: Any) -> Jagged:
+    """Keys, in whatever holds numbers, as the list of a single sample. Raises ValueError for what are no keys."""
+    try:
+        values = keys if isinstance(keys, Tensor) else torch.as_tensor(np.asarray(keys))
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        values = torch.empty(0, 0)  # lists of different lengths, words, numbers beyond 64 bits
+    if values.ndim != 1 or (values.dtype != torch.int64 and len(values)):
+        raise ValueError(
+            f"keys must be whole numbers of 64 bits (int64) in a 1-d tensor, array or list, got {keys!r:.80}"
+        )
+    return Jagged(values.to(torch.int64), torch.tensor([0, len(values)]))
+
+
+def _check_tensor(what: str, values: Any) -> None:
+    """Arrays and lists are not converted: of which type the numbers should be, only the user knows."""
+    if not isinstance(values, Tensor):
+        how = "torch.from_numpy(...)" if type(values).__module__ == "numpy" else "torch.tensor(...)"
+        raise ValueError(f"{what} must be a tensor, got {type(values).__name__}; convert with {how}")
+
+
+def _check_per_sample(what: str, values: Any) -> None:
+    _check_tensor(what, values)
+    if values.ndim == 0:
+        raise ValueError(f"{what}: got a single number; give a tensor [B, ...], one entry per sample")
+
+
+def _check_kind(what: str, jagged: Any) -> None:
     if not isinstance(jagged, Jagged):
         raise ValueError(
             f"{what} must be a Jagged, got {type(jagged).__name__}; see Jagged.from_lists and from_lengths"
         )
+    _check_tensor(f"{what}: values", jagged.values)
+    _check_tensor(f"{what}: offsets", jagged.offsets)
+    if jagged.weights is not None:
+        _check_tensor(f"{what}: weights", jagged.weights)
+
+
+def _check_jagged(what: str, jagged: Jagged, size: int) -> None:
     offsets = jagged.offsets
     if offsets.dtype != torch.int64 or offsets.ndim != 1 or len(offsets) == 0:
         raise ValueError(

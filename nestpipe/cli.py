@@ -182,7 +182,7 @@ def _train(arguments: argparse.Namespace) -> int:
             if arguments.resume and arguments.out is None:
                 raise ValueError("--resume needs the run folder to go on in: --out RUN")
             parsed = config.read(arguments.config, overrides)
-            run.check_writable(folder=folder, json_file=arguments.json)
+            run.check_writable(arguments.json, folder=folder)
             if not arguments.resume:
                 run.check_unused(parsed, folder)
 
@@ -212,30 +212,34 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    import json
-
     from nestpipe import config, process, run
 
     saved = arguments.run / "config.json"
     if not saved.is_file():
         print(f"nestpipe: error: {arguments.run} is not a run folder: it has no config.json", file=sys.stderr)
         return 2
+
+    def read() -> config.Config:
+        run.check_writable(arguments.json)
+        return config.read_json(saved, arguments.overrides)
+
+    # Read here first: what is wrong is told once, and not by every worker.
+    problem = 0 if process.under_launcher() else _guard(read, 0)
+    if problem:
+        return problem
     if not process.under_launcher() and arguments.workers > 1:
         passed = ["evaluate", str(arguments.run), *(["--split", arguments.split] if arguments.split else [])]
         passed += ["--json", str(arguments.json)] if arguments.json else []
         return _launch(arguments, passed + [text for one in arguments.overrides for text in ("--set", one)])
 
     def work() -> None:
-        values = json.loads(saved.read_text())
-        for override in arguments.overrides:
-            config.override(values, override)
-        parsed = config.parse(values)
+        parsed = read()
         split = arguments.split or parsed.train.eval_split
         if split == "none":
             raise ValueError('the run has train.eval_split = "none": say what to evaluate on with --split')
         metrics = run.evaluate(parsed, checkpoint=arguments.run / run.CHECKPOINT, split=split)
         if _rank() == 0:
-            print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            print(f"{split}: {run.in_words(metrics)}")
             if arguments.json:
                 run.write_json(arguments.json, {"split": split, "metrics": metrics})
 
@@ -250,6 +254,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
     from nestpipe.checkpoint import commands
+    from nestpipe.run import check_writable
 
     flaws: list[str] = []
 
@@ -263,6 +268,7 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
         if arguments.action == "inspect":
             print(commands.inspect(arguments.path))
         elif arguments.action == "export":
+            check_writable(arguments.out)
             rows = commands.export(arguments.path, arguments.table, arguments.out)
             print(f"{rows:,} rows of {arguments.table}: {arguments.out}")
         else:
@@ -305,7 +311,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     def work() -> None:
         parsed = config.read(arguments.config, arguments.overrides)
-        check_writable(folder=arguments.out.absolute().parent, json_file=arguments.out)
+        check_writable(arguments.out)
         found = profiling.profile(parsed, workers=arguments.workers, name=arguments.out.stem)
         if found is not None:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -393,7 +399,7 @@ def _guard(work: Any, rank: int) -> int:
         return STOPPED
     except TrainingError as error:
         if error.is_ours:
-            if not isinstance(error.__cause__, (ValueError, TimeoutError, type(None))):
+            if not isinstance(error.__cause__, (ValueError, TimeoutError, MemoryError, type(None))):
                 traceback.print_exception(error.__cause__)  # not one of ours: where it was raised is what helps
             print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
         else:
@@ -404,7 +410,19 @@ def _guard(work: Any, rank: int) -> int:
         time.sleep(LEAVE_AFTER if rank else 0)
         print(f"nestpipe: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
         return 1
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            print(
+                f"nestpipe: error: {f'rank {rank}: ' if rank else ''}not enough memory: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 1
+        if isinstance(error, OSError) and error.filename is not None:
+            time.sleep(LEAVE_AFTER if rank else 0)
+            path = error.filename2 or error.filename  # where a file should have been moved to
+            print(f"nestpipe: error: {path}: {error.strerror or error}", file=sys.stderr, flush=True)
+            return 1
         if not _lost_contact(error):
             raise
         print(f"nestpipe: rank {rank} lost contact with another worker ({str(error).splitlines()[0]})", file=sys.stderr,
@@ -419,6 +437,8 @@ def _lost_contact(error: BaseException) -> bool:
 
 
 def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
+    from nestpipe.run import in_words
+
     print(
         f"{result['steps']} steps, {result['samples']:,} samples in {result['seconds']:.1f} s "
         f"({result['samples_per_second']:,.0f} samples/s); loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
@@ -430,7 +450,7 @@ def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
     if result["skipped_batches"]:
         print(f"{result['skipped_batches']} batches were skipped: something in them was not finite")
     if result["metrics"]:
-        print("metrics: " + ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items()))
+        print(f"metrics: {in_words(result['metrics'])}")
     print(f"digest: {result['digest']}")
     print(f"results: {folder}/result.json, curves: tensorboard --logdir {folder}, model and tables: {folder}/final")
     if json_file is not None:

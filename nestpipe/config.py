@@ -11,8 +11,11 @@ import fnmatch
 import importlib
 import inspect
 import itertools
+import json
+import math
+import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,9 @@ from nestpipe import models
 from nestpipe.data import DATASETS
 from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.optim import OPTIMIZERS
+from nestpipe.process import MOST_SECONDS
 from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, did_you_mean
-from nestpipe.trainer import SCHEDULES
+from nestpipe.trainer import SCHEDULES, SEEN_TARGETS
 
 MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "hstu": models.HSTU}
 DENSE_OPTIMIZERS = {
@@ -42,6 +46,7 @@ CHOICES: dict[str, dict[str, Collection[str]]] = {
         "on_nonfinite": ("raise", "skip"),
         "reader": ("auto", "thread", "process"),
         "eval_split": (*data_sets.SPLITS, "none"),
+        "seen_targets": SEEN_TARGETS,
     },
     "schedule": {"name": SCHEDULES, "clustering": CLUSTERINGS},
 }
@@ -58,7 +63,45 @@ AT_LEAST_ONE = {
     ),
     "schedule": ("micro_batches", "look_ahead"),
 }
+AT_LEAST_ZERO = {"train": ("seed", "dense_lr", "dense_weight_decay", "eval_every", "checkpoint_every")}
+AT_MOST = {
+    "train": {
+        "timeout": MOST_SECONDS,
+        "rank_at": 1_000_000,
+        "seed": 2**32,
+        "dense_lr": 1e30,
+        "dense_weight_decay": 1e30,
+    }
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _is_whole(value: Any) -> bool:
+    """Of 64 bits, as TOML has them."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(map(test, value))
+
+
+# What a value must be for each type that an entry may be declared with; an int is fine where a float is asked for.
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "int": _is_whole,
+    "float": lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value)),
+    "str": _is_text,
+    "bool": lambda value: isinstance(value, bool),
+    "None": lambda value: value is None,
+    "tuple[int, ...]": _list_of(_is_whole),
+    "Sequence[int]": _list_of(_is_whole),
+    "list[int]": _list_of(_is_whole),
+    "list[str]": _list_of(_is_text),
+    "Sequence[str]": _list_of(_is_text),
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -74,7 +117,8 @@ class TrainSection:
     eval_split, eval_batch_size: what the run is judged on at its end; "none": it is not.
     eval_every: steps between evaluations on "valid"; 0 means none.
     rank_at: the k of HR@k and NDCG@k.
-    exclude_seen: leave a user's own history out of the ranking.
+    exclude_seen: leave all that a user has had out of the ranking.
+    seen_targets: a target that its user has had before: "rank" it all the same, count it as a "miss", or "skip" the sample.
     reader: where training batches are read: "thread", "process" (one of its own), or "auto": a process for data sets that
         parse files as they go, whose work would hold up the compute lane (`nestpipe bench reading`).
     checkpoint_every: steps between checkpoints, which are written while training goes on; 0 means none before the end.
@@ -98,6 +142,7 @@ class TrainSection:
     eval_every: int = 0
     rank_at: tuple[int, ...] = (10, 50)
     exclude_seen: bool = True
+    seen_targets: str = "rank"
     reader: str = "auto"
     checkpoint_every: int = 0
     keep_checkpoints: int = 3
@@ -109,6 +154,10 @@ class TrainSection:
     def __post_init__(self) -> None:
         if self.lr_decay != "none" and self.steps is None:
             raise ValueError("config: train.lr_decay needs train.steps, to know where the end is")
+        if self.seen_targets == "miss" and not self.exclude_seen:
+            raise ValueError(
+                "config: train.seen_targets = 'miss' needs train.exclude_seen = true, which leaves them out"
+            )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -179,6 +228,21 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     for one in overrides:
         override(values, one)
+    return parse(values)
+
+
+def read_json(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """As `read`, of the config.json that a run has left in its folder."""
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not what nestpipe writes: a JSON object was expected, got {values!r:.40}")
+    for text in overrides:
+        override(values, text)
     return parse(values)
 
 
@@ -282,26 +346,24 @@ def _section(kind: type[Any], name: str, values: Mapping[str, Any]) -> Any:
             and (value == () or min(value if isinstance(value, tuple) else (value,)) < 1)
         ):
             raise ValueError(f"config: {name}.{entry} must be at least 1, got {value!r}")
+    for entry in AT_LEAST_ZERO.get(name, ()):
+        if checked.get(entry, 0) < 0:
+            raise ValueError(f"config: {name}.{entry} must be at least 0, got {checked[entry]!r}")
+    for entry, most in AT_MOST.get(name, {}).items():
+        value = checked.get(entry)
+        if value is not None and max(value if isinstance(value, tuple) else (value,)) > most:
+            raise ValueError(f"config: {name}.{entry} must be at most {most:,}, got {value!r}")
     return kind(**checked)
 
 
 def _typed(name: str, value: Any, hint: str) -> Any:
-    """Values against the simple types of our sections; an int is fine where a float is asked for."""
+    """The value, if it is of one of the types in `hint`; a type that TYPES does not have is a section of its own."""
     kinds = [part.strip() for part in hint.split("|")]
-    tests = {
-        "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
-        "float": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
-        "str": lambda v: isinstance(v, str),
-        "bool": lambda v: isinstance(v, bool),
-        "None": lambda v: v is None,
-        "tuple[int, ...]": lambda v: isinstance(v, (list, tuple)) and all(isinstance(one, int) for one in v),
-        "list[str]": lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v),
-    }
     for kind in kinds:
-        test = tests.get(kind, lambda v: isinstance(v, dict))
-        if test(value):
+        if TYPES.get(kind, lambda v: isinstance(v, dict))(value):
             return tuple(value) if kind.startswith("tuple") else value
-    wanted = hint.replace("tuple[int, ...]", "list of int").replace(" | None", "")
+    wanted = re.sub(r"(?:tuple|list|Sequence)\[(\w+)[^]]*\]", r"list of \1", hint).replace(" | None", "")
+    wanted = wanted.replace("float", "finite float")
     raise ValueError(f"config: {name} must be {wanted}, got {value!r}")
 
 
@@ -311,13 +373,21 @@ def _dataset_class(data: Mapping[str, Any]) -> type[Any]:
 
 def _model_class(model: Mapping[str, Any]) -> type[nn.Module]:
     kind = model.get("kind")
-    if isinstance(kind, str) and ":" in kind:
-        module, _, name = kind.partition(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"config: model.kind {kind!r} cannot be imported: {error}") from error
-    return _by_kind("model", model, MODELS)
+    if not isinstance(kind, str) or ":" not in kind:
+        return _by_kind("model", model, MODELS)
+    module, _, name = kind.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ValueError(
+            f"config: model.kind {kind!r} cannot be imported: write MODULE:CLASS, as in package.module:Ranker"
+        )
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"config: model.kind {kind!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ValueError(f"config: model.kind {kind!r} is {what}; it must be a class of torch.nn.Module")
+    return found
 
 
 def _by_kind(section: str, values: Mapping[str, Any], known: Mapping[str, type[Any]]) -> type[Any]:
@@ -338,9 +408,11 @@ def _check_arguments(section: str, values: Mapping[str, Any], kind: type[Any]) -
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return  # it takes anything
     known = list(parameters)
-    for name in _without_kind(values):
+    for name, value in _without_kind(values).items():
         if name not in known:
             raise ValueError(f"config: {section}.{name}, {did_you_mean(name, known)}")
+        if _is_ours(kind):
+            _typed(f"{section}.{name}", value, str(parameters[name].annotation))
 
 
 # -- tables and the model --------------------------------------------------------------------------------------------
@@ -460,7 +532,14 @@ def _model(config: Config, data: data_sets.Dataset, tables: list[Table], feature
 
 
 def _made(section: str, kind: type[Any], arguments: Mapping[str, Any]) -> Any:
+    """Arguments that do not fit the signature are the config's fault; what goes wrong inside a class of the user's own is not,
+    and its traceback shows the line."""
     try:
-        return kind(**arguments)
-    except TypeError as error:  # a word where a number is wanted, say
+        inspect.signature(kind).bind(**arguments)
+    except TypeError as error:
         raise ValueError(f"config: the entries of [{section}] do not fit {kind.__name__}: {error}") from error
+    return kind(**arguments)
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    return kind in (*DATASETS.values(), *MODELS.values())

@@ -38,7 +38,8 @@ def describe(error: BaseException) -> str:
     made_for_users = isinstance(error, (ValueError, TimeoutError, StorageError)) and str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    return (str(error) if made_for_users else f"{type(error).__name__}: {error}") + where
+    text = (str(error) if made_for_users else f"{type(error).__name__}: {error}") + where
+    return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
 def from_the_users_line(error: BaseException) -> BaseException:

@@ -171,6 +171,14 @@ def target_ranks(
     return 1 + ahead_BN.sum(1)
 
 
+def in_lists(keys_B: Tensor, lists: Jagged) -> Tensor:
+    """[B] of bool: whether each sample's key stands in its list."""
+    sample_ids = lists.sample_ids()
+    inside_B = torch.zeros(len(lists), dtype=torch.bool, device=keys_B.device)
+    inside_B[sample_ids[lists.values == keys_B[sample_ids]]] = True
+    return inside_B
+
+
 def rank_all(
     score: Callable[[Tensor, Tensor], Tensor],
     *,

@@ -7,6 +7,7 @@ the global weight. Each optimizer keeps its state in floats beside the row; `sta
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,8 @@ class RowOptimizer:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
-                raise ValueError(f"{type(self).__name__}: {field.name} must be a number >= 0, got {value!r}")
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise ValueError(f"{type(self).__name__}: {field.name} must be a finite number >= 0, got {value!r}")
 
     def state_floats(self, dim: int) -> int:
         """How many float32 of state lie beside a row of `dim` values."""

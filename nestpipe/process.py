@@ -20,6 +20,7 @@ import torch.distributed as dist
 from nestpipe.errors import TrainingError
 
 GRACE = 30.0  # seconds
+MOST_SECONDS = 10_000_000  # of a timeout, 115 days; clocks of torch and gloo overflow at some point beyond
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 # Parameters of glibc's mallopt.
@@ -118,6 +119,12 @@ def under_launcher() -> bool:
 def restarted() -> bool:
     """Whether the launcher has started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def check_timeout(name: str, timeout: float) -> None:
+    """Raises ValueError for what is no number of seconds to wait."""
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout <= MOST_SECONDS:
+        raise ValueError(f"{name} must be a number of seconds above 0 and up to {MOST_SECONDS:,}, got {timeout!r}")
 
 
 def patience(timeout: float) -> datetime.timedelta:

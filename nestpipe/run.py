@@ -279,6 +279,7 @@ def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -
         ks=settings.rank_at,
         history=history,
         exclude_seen=settings.exclude_seen,
+        seen_targets=settings.seen_targets,
     )
 
 
@@ -356,11 +357,18 @@ def _try_evaluation(trainer: Trainer, built: Built, config: Config, split: str) 
         if ranks:
             history, table = _history(built)
             candidates = torch.empty(0, dtype=torch.int64) if batch.labels is None else batch.labels.unique()
-            exclude = history if config.train.exclude_seen else None
             metrics: dict[str, Any] = {f"HR@{k}": HitRate(k) for k in config.train.rank_at}
             metrics |= {f"NDCG@{k}": NDCG(k) for k in config.train.rank_at}
             of_candidates = 0.02 * torch.randn(len(candidates), table.dim, device=device)
-            judge = judge_ranking(model, metrics, of_candidates, candidates, exclude)
+            judge, _ = judge_ranking(
+                model,
+                metrics,
+                of_candidates,
+                candidates,
+                history=history,
+                exclude_seen=config.train.exclude_seen,
+                seen_targets=config.train.seen_targets,
+            )
         else:
             judge, _ = judge_losses(model, _click_metrics())
         try:
@@ -488,16 +496,29 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_writable(*, folder: Path, json_file: Path | None) -> None:
-    """Raises ValueError now rather than after the training."""
-    for path in (folder, *([json_file] if json_file else [])):
-        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-        must_be_folder = existing != json_file
+def check_writable(*files: Path | None, folder: Path | None = None) -> None:
+    """Raises ValueError now rather than after the work whose result would be written there. None: nothing is."""
+    for path, must_be_folder in ((folder, True), *((file, False) for file in files)):
+        if path is None:
+            continue
+        try:
+            existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        except OSError as error:  # a name that is too long, say
+            raise ValueError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
+        must_be_folder = must_be_folder or existing != path
+        which = "it" if existing == path else existing
         if existing.is_dir() != must_be_folder:
             kind = "a file" if must_be_folder else "a folder"
-            raise ValueError(f"cannot write {path}: {existing} is {kind}; choose another --out or --json")
+            raise ValueError(f"cannot write {path}: {which} is {kind}; choose another path")
         if not os.access(existing, os.W_OK):
-            raise ValueError(f"cannot write {path}: no permission to write {existing}; choose another --out or --json")
+            raise ValueError(f"cannot write {path}: no permission to write {existing}; choose another path")
+
+
+def in_words(metrics: dict[str, float]) -> str:
+    """`HR@10 0.0612, targets 22,363`: counts are whole numbers."""
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4f}" for name, value in metrics.items()
+    )
 
 
 SAY_EVERY = 10.0  # seconds between lines where there is no terminal for a bar
@@ -545,9 +566,9 @@ class Curves:
         if self._bar is None or not metrics:  # none: it was not evaluated to the end
             return
         for name, value in metrics.items():
-            self._scalar(f"{split}/{name}", value, step)
-        text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        tqdm.write(f"step {step}, {split}: {text}")
+            if isinstance(value, float):  # counts make no curves
+                self._scalar(f"{split}/{name}", value, step)
+        tqdm.write(f"step {step}, {split}: {in_words(metrics)}")
 
     def _scalar(self, name: str, value: float, step: int) -> None:
         if self._writer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Sequence
 
@@ -20,8 +21,8 @@ class Uniform:
     high: float = 0.05
 
     def __post_init__(self) -> None:
-        if not self.low <= self.high:
-            raise ValueError(f"Uniform: low must not be above high, got {self.low} and {self.high}")
+        if not -math.inf < self.low <= self.high < math.inf:
+            raise ValueError(f"Uniform: low must not be above high, both finite, got {self.low} and {self.high}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Normal:
     std: float = 0.02
 
     def __post_init__(self) -> None:
-        if not self.std >= 0:
-            raise ValueError(f"Normal: std must be at least 0, got {self.std}")
+        if not 0 <= self.std < math.inf:
+            raise ValueError(f"Normal: std must be at least 0 and finite, got {self.std}")
 
 
 Init = Uniform | Normal

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nestpipe import checkpoint as saved
 from nestpipe import process, trace
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch, Jagged, NotFinite
+from nestpipe.batch import Batch, NotFinite, one_list
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.draws import watched
@@ -52,6 +52,7 @@ log = logging.getLogger("nestpipe")
 T = TypeVar("T")
 P = ParamSpec("P")
 CLOSED = "it is closed"
+SEEN_TARGETS = ("rank", "miss", "skip")  # what becomes of a target that its user has had before
 
 
 def _between_steps(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -108,7 +109,7 @@ class Trainer:
     model: an nn.Module; `forward(batch, rows)` returns losses [B], one per sample, or an Output. rows[name] is a Jagged of
         rows for a sequence feature, a tensor [B, dim] for a pooled one. With micro-batches the loss of a sample must not
         depend on the others; see `micro_batches`, and Jagged for reductions of each sample by itself.
-    tables, features: what it reads.
+    tables, features: what it reads. Without any it is plain data-parallel training, with `rows` an empty dict.
     dense_optimizer: makes a torch optimizer from the model's parameters.
     schedule: "serial"; "dbp" (lookups of the next batches hidden behind the compute of this one); "fwp" (rows and gradients
         travel behind the compute of other micro-batches); "nested" (both): all four give the same result to the bit. Or
@@ -161,6 +162,7 @@ class Trainer:
             )
         if clustering not in CLUSTERINGS:
             raise ValueError(f"clustering {clustering!r}, {did_you_mean(clustering, list(CLUSTERINGS))}")
+        process.check_timeout("data_timeout", data_timeout)
         SCHEDULES[schedule](look_ahead=look_ahead)  # what does not fit together is said before anything is opened
         ExchangePlan(tables, features)
         process.join_group(data_timeout)
@@ -559,30 +561,51 @@ class Trainer:
         ks: Sequence[int] = (10, 50),
         history: str = "history",
         exclude_seen: bool = True,
+        seen_targets: str = "rank",
     ) -> dict[str, float]:
-        """HR@k and NDCG@k of `batch.labels` (target keys) ranked among all candidates, over all workers' batches.
+        """HR@k and NDCG@k of `batch.labels` (target keys) ranked among all candidates, over all workers' batches; and how many
+        `targets` were ranked, and how many `seen_targets` there were: keys that the user has had before.
 
         The model needs `query(batch, rows) -> [B, D]` and `score(query, candidate_rows) -> [B, N]`.
-        exclude_seen: leaves the keys of the sample's own `history` out of its ranking (the target stays).
+        exclude_seen: leaves what the user has had out of the ranking: the keys of `batch.dense["seen"]`, or where the data
+            gives none, of the sample's `history`.
+        seen_targets: what becomes of a target that is among them: "rank": it is ranked all the same; "miss": it is left out
+            too, and counts as not found (as in the public code of HSTU); "skip": its sample does not count.
         """
+        if seen_targets not in SEEN_TARGETS:
+            raise ValueError(f"seen_targets {seen_targets!r}, {did_you_mean(str(seen_targets), SEEN_TARGETS)}")
+        if seen_targets == "miss" and not exclude_seen:
+            raise ValueError("seen_targets='miss' is for targets that exclude_seen leaves out; set exclude_seen=True")
         if exclude_seen and history not in self._names:
             raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
         metrics: dict[str, Any] = {}
         for k in ks:
             metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
         rows = self.rows(table, candidates)
-        self._judge(batches, judge_ranking(self.model, metrics, rows, candidates, history if exclude_seen else None))
-        return {name: metric.compute(group=self.group) for name, metric in metrics.items()}
+        judged, counts = judge_ranking(
+            self.model,
+            metrics,
+            rows,
+            candidates,
+            history=history,
+            exclude_seen=exclude_seen,
+            seen_targets=seen_targets,
+        )
+        self._judge(batches, judged)
+        ranked, seen = self._rows.sum(counts).tolist()
+        results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
+        return {**results, "targets": ranked, "seen_targets": seen}
 
     def _judge(self, batches: Iterable[Batch], judge: Judge) -> None:
         loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
         judge_all(self._ops, self._arena, self.model, loader, judge)
 
     @_between_steps("read rows")
-    def rows(self, table: str, keys: Tensor) -> Tensor:
+    def rows(self, table: str, keys: Tensor | np.ndarray | Sequence[int]) -> Tensor:
         """The rows of any keys, [len(keys), dim], from whichever workers hold them. Every worker must call it.
 
         A key without a row gives the values it would be born with.
+        keys: int64, in a tensor, a NumPy array or a list.
         """
         (store,) = self._stores(table)
         declared = dataclasses.replace(store.table, pooled_at="source")
@@ -590,7 +613,7 @@ class Trainer:
         ops = StepOperations(plan, [store], self._keys, self._rows, self._dense, skip_nonfinite=False)
         batch, error = None, None
         try:
-            batch = checked(Batch({"keys": Jagged.from_lengths(keys, torch.tensor([len(keys)]))}), ["keys"])
+            batch = checked(Batch({"keys": one_list(keys)}), ["keys"])
         except Exception as problem:
             error = problem
         ctx = lookup(ops, self._arena, batch, error)
@@ -601,7 +624,7 @@ class Trainer:
 
     def _stores(self, table: str | None = None) -> list[Store]:
         stores = [store for store in self._ops.stores if table is None or store.table.name == table]
-        if not stores:
+        if table is not None and not stores:
             raise ValueError(f"table {table!r}, {did_you_mean(str(table), [s.table.name for s in self._ops.stores])}")
         return stores
 

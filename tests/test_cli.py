@@ -335,7 +335,7 @@ def test_results_that_cannot_be_written_are_told_before_the_training(
 ) -> None:
     (tmp_path / "taken").touch()
     assert run("train", clicks, "--json", tmp_path, "--out", tmp_path / "run") == 1
-    assert "is a folder; choose another --out or --json" in capsys.readouterr().err
+    assert "it is a folder; choose another path" in capsys.readouterr().err
     assert run("train", clicks, "--out", tmp_path / "taken" / "run") == 1
-    assert "is a file; choose another --out or --json" in capsys.readouterr().err
+    assert "is a file; choose another path" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -58,14 +58,14 @@ def test_a_bad_pooling_is_refused_with_the_feature() -> None:
 @pytest.mark.parametrize("value", [-0.1, math.nan, "0.1", None, True])
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "clip"])
 def test_a_bad_optimizer_setting_is_refused_by_name_with_the_value(kind, name: str, value) -> None:
-    with pytest.raises(ValueError, match=rf"^{kind.__name__}: {name} must be a number >= 0, got {value!r}"):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: {name} must be a finite number >= 0, got {value!r}"):
         kind(**{name: value})
 
 
 def test_settings_of_single_optimizers_are_checked_too() -> None:
-    with pytest.raises(ValueError, match=r"^Adagrad: initial must be a number >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"^Adagrad: initial must be a finite number >= 0, got -1"):
         Adagrad(initial=-1)
-    with pytest.raises(ValueError, match=r"^RowwiseAdagrad: eps must be a number >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"^RowwiseAdagrad: eps must be a finite number >= 0, got -1"):
         RowwiseAdagrad(eps=-1)
     for betas in ({"beta1": 1.0}, {"beta2": 1.5}):
         with pytest.raises(ValueError, match=r"^Adam: beta1 and beta2 must be below 1, got"):

@@ -30,7 +30,7 @@ from nestpipe.bench.figures import COLUMNS, EXPLAINED, bars, cells, verdict
 from nestpipe.bench.links import links, throughput
 from nestpipe.bench.mix import PAPER, Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.sections import Section, Table, shown, shown_list
 from nestpipe.bench.workers import run_workers
 from nestpipe.engine.engine import Engine
 
@@ -184,7 +184,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
 
 
 def bytes_sections(results: list[dict[str, Any]]) -> Iterator[Section]:
-    lines: dict[tuple[Any, ...], dict[bool, list[str]]] = {}
+    lines: dict[tuple[Any, ...], dict[bool, list[float]]] = {}
     megabytes: dict[tuple[Any, ...], float] = {}
     for one in results:
         where = one["workers"], one["keys"]
@@ -192,14 +192,14 @@ def bytes_sections(results: list[dict[str, Any]]) -> Iterator[Section]:
             megabytes[where] = one["bytes"] / 1e6
         else:
             ratios = lines.setdefault((*where, one["micro_batches"]), {True: [], False: []})
-            ratios[one["window_cache"]].append(f"{one['ratio']:.3f}")
+            ratios[one["window_cache"]].append(one["ratio"])
     rows = [
         (
-            str(workers),
+            shown("{}", workers),
             keys,
-            f"{megabytes[workers, keys]:.2f}",
-            str(cut),
-            *(" / ".join(ratios[c]) for c in (True, False)),
+            shown("{:.2f}", megabytes[workers, keys]),
+            shown("{}", cut),
+            *(shown_list("{:.3f}", ratios[cached]) for cached in (True, False)),
         )
         for (workers, keys, cut), ratios in lines.items()
     ]
@@ -223,11 +223,11 @@ def links_sections(results: dict[str, Any]) -> Iterator[Section]:
             run["compute"],
             name,
             *cells(one),
-            f"{one['compute']:.0f}",
-            f"{one['communication']:.0f}",
-            f"{one['exposed of serial']:.1%}",
-            f"{one['exposed of own']:.1%}",
-            f"{one['step over longest lane']:.3f}",
+            shown("{:.0f}", one["compute"]),
+            shown("{:.0f}", one["communication"]),
+            shown("{:.1%}", one["exposed of serial"]),
+            shown("{:.1%}", one["exposed of own"]),
+            shown("{:.3f}", one["step over longest lane"]),
         )
         for run in results["runs"]
         for name, one in run["ms"].items()
@@ -255,11 +255,11 @@ def mix_sections(results: dict[str, Any]) -> Iterator[Section]:
             (
                 name,
                 *cells(one),
-                f"({paper['speedup']:.2f}x)",
-                f"{one['exposed lookup'] / whole:.1%} ({paper['lookup']:.1%})",
-                f"{one['exposed communication'] / whole:.1%} ({paper['communication']:.1%})",
-                f"{one['step over longest lane']:.3f}",
-                f"{one['step over compute lane']:.3f}",
+                shown("({:.2f}x)", paper["speedup"]),
+                shown("{:.1%} ({:.1%})", one["exposed lookup"] / whole, paper["lookup"]),
+                shown("{:.1%} ({:.1%})", one["exposed communication"] / whole, paper["communication"]),
+                shown("{:.3f}", one["step over longest lane"]),
+                shown("{:.3f}", one["step over compute lane"]),
             )
         )
     columns = (

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe.bench.alternate import spread
-from nestpipe.bench.sections import Bars
+from nestpipe.bench.sections import Bars, shown
 from nestpipe.trace import COMPUTE, RankSummary, RankTrace, summary
 from nestpipe.trace.times import covered, steady_steps, union
 
@@ -114,12 +114,12 @@ EXPLAINED = (
 def cells(one: Mapping[str, float]) -> tuple[str, ...]:
     """One contestant, for `COLUMNS`."""
     return (
-        f"{one['step']:.1f} ± {one['iqr']:.1f}",
-        f"{one['speedup']:.2f}x",
-        f"{one['bytes'] / 1e6:.2f}",
-        f"{one['exposed lookup']:.1f}",
-        f"{one['exposed communication']:.1f}",
-        f"{one['memory'] / 1e6:.0f}",
+        shown("{:.1f} ± {:.1f}", one["step"], one["iqr"]),
+        shown("{:.2f}x", one["speedup"]),
+        shown("{:.2f}", one["bytes"] / 1e6),
+        shown("{:.1f}", one["exposed lookup"]),
+        shown("{:.1f}", one["exposed communication"]),
+        shown("{:.0f}", one["memory"] / 1e6),
     )
 
 
@@ -129,7 +129,7 @@ def bars(title: str, contestants: Mapping[str, Mapping[str, float]], note: str =
         part: [one[part] for one in contestants.values()]
         for part in ("compute", "exposed lookup", "exposed communication")
     }
-    shown = [sum(values) for values in zip(*parts.values(), strict=True)]
-    parts["rest"] = [max(0.0, one["step"] - sum_) for one, sum_ in zip(contestants.values(), shown, strict=True)]
+    sums = [sum(values) for values in zip(*parts.values(), strict=True)]
+    parts["rest"] = [max(0.0, one["step"] - sum_) for one, sum_ in zip(contestants.values(), sums, strict=True)]
     bounds = {"longest lane": [one["longest lane"] for one in contestants.values()]}
     return Bars(title, "ms", list(contestants), parts, bounds, note)

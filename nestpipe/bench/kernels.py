@@ -14,7 +14,7 @@ import torch
 
 from nestpipe.bench.alternate import spread
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.kernels import update
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import Deduplicator, bucket
@@ -268,10 +268,10 @@ def sections(results: dict[str, Any]) -> list[Section]:
         (
             name,
             one["against"],
-            f"{one['ms']:.2f}",
-            f"{one['iqr_ms']:.2f}",
-            f"{one['against_ms']:.2f}",
-            f"{one['speedup']:.2f}x",
+            shown("{:.2f}", one["ms"]),
+            shown("{:.2f}", one["iqr_ms"]),
+            shown("{:.2f}", one["against_ms"]),
+            shown("{:.2f}x", one["speedup"]),
         )
         for name, one in results.items()
     ]

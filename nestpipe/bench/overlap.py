@@ -29,7 +29,7 @@ from nestpipe.bench import sections as section
 from nestpipe.bench.contestants import Contestant, Way, alternate, load_everything
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, Figures, Rounds, bars, cells, verdict
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section
+from nestpipe.bench.sections import Section, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
@@ -194,12 +194,12 @@ def sections(results: dict[str, Any]) -> list[Section]:
                     name,
                     schedule,
                     *cells(ms),
-                    f"{ms['compute lane']:.1f}",
-                    f"{ms['store lane']:.1f}",
-                    f"{ms['lookup']:.1f}",
-                    "0%" if serial else f"{one['hidden']:.1%}",
-                    f"{ms['step over longest lane']:.3f}",
-                    "" if serial else f"{one['step_over_store_lane']:.3f}",
+                    shown("{:.1f}", ms["compute lane"]),
+                    shown("{:.1f}", ms["store lane"]),
+                    shown("{:.1f}", ms["lookup"]),
+                    shown("0%", 0.0) if serial else shown("{:.1%}", one["hidden"]),
+                    shown("{:.3f}", ms["step over longest lane"]),
+                    "" if serial else shown("{:.3f}", one["step_over_store_lane"]),
                 )
             )
     told = [

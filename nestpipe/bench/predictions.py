@@ -25,7 +25,7 @@ from nestpipe.bench.contestants import DIM, Law, Way, alternate, compile_kernels
 from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.links import Links, links
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.sections import Section, Table, shown, shown_list
 from nestpipe.bench.workers import run_workers
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.optim import RowwiseAdagrad
@@ -273,13 +273,13 @@ def published_sections(results: dict[str, Any]) -> Iterator[Section]:
             (
                 one["system"] + (" (fitted)" if one["fitted"] else ""),
                 one["setting"],
-                f"{one['published']:,.0f}",
-                f"{one['step']:,.0f}",
-                f"{one['step'] / one['published'] - 1:+.1%}",
-                "" if known is None else f"{known:.1%}",
-                f"{one['efficiency']:.1%}",
-                "" if known is None else f"{100 * (one['efficiency'] - known):+.1f}",
-                f"{one['exposed_lookup']:,.0f} / {one['exposed_communication']:,.0f}",
+                shown("{:,.0f}", one["published"]),
+                shown("{:,.0f}", one["step"]),
+                shown("{:+.1%}", one["step"] / one["published"] - 1),
+                "" if known is None else shown("{:.1%}", known),
+                shown("{:.1%}", one["efficiency"]),
+                "" if known is None else shown("{:+.1f}", 100 * (one["efficiency"] - known)),
+                shown("{:,.0f} / {:,.0f}", one["exposed_lookup"], one["exposed_communication"]),
             )
         )
     columns = ("system", "simulated as", "published ms", "predicted ms", "difference", "published efficiency", "predicted",
@@ -303,10 +303,10 @@ def beyond_table(results: dict[str, Any]) -> Table:
         rows.append(
             (
                 one["line"]["setting"],
-                f"{one['line']['workers']:,}",
-                " / ".join(f"{now['step']:,.0f}" for now, _ in pairs),
-                " / ".join(f"{now['compute'] / now['step']:.1%}" for now, _ in pairs),
-                " / ".join(f"{then['step'] / now['step']:.1%}" for now, then in pairs),
+                shown("{:,}", one["line"]["workers"]),
+                shown_list("{:,.0f}", [now["step"] for now, _ in pairs]),
+                shown_list("{:.1%}", [now["compute"] / now["step"] for now, _ in pairs]),
+                shown_list("{:.1%}", [then["step"] / now["step"] for now, then in pairs]),
                 " / ".join(f"{now['limit']}: {now['limit_op']}" for now, _ in pairs),
             )
         )
@@ -325,15 +325,15 @@ def lab_sections(results: dict[str, Any]) -> Iterator[Section]:
         rows.append(
             (
                 measured["way"],
-                str(measured["workers"]),
+                shown("{}", measured["workers"]),
                 measured["rate"],
-                f"{measured['step']:.0f}",
-                f"{predicted['step']:.0f}",
-                f"{predicted['error']:+.1%}",
-                f"{measured['exposed communication']:.0f}",
-                f"{predicted['exposed_communication']:.0f}",
-                f"{measured['bytes'] / 1e6:.2f}",
-                f"{predicted['sent'] / 1e6:.2f}",
+                shown("{:.0f}", measured["step"]),
+                shown("{:.0f}", predicted["step"]),
+                shown("{:+.1%}", predicted["error"]),
+                shown("{:.0f}", measured["exposed communication"]),
+                shown("{:.0f}", predicted["exposed_communication"]),
+                shown("{:.2f}", measured["bytes"] / 1e6),
+                shown("{:.2f}", predicted["sent"] / 1e6),
             )
         )
     errors = [abs(one["error"]) for one in results["predicted"]]

@@ -26,7 +26,7 @@ from torch import nn
 from nestpipe.batch import Batch, Jagged
 from nestpipe.bench.alternate import spread
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.data import Criteo, Dataset, SyntheticClicks, SyntheticSequences
 from nestpipe.data.reader import in_process
 from nestpipe.engine.loader import Loader
@@ -95,9 +95,14 @@ def sections(results: dict[str, Any]) -> list[Section]:
     rows = []
     for name, one in results.items():
         ways = one["ways"]
-        cells = [f"{ways[way]['ms']:.1f} ({ways[way]['ratio']:.2f}x)" for way in names[1:]]
+        cells = [shown("{:.1f} ({:.2f}x)", ways[way]["ms"], ways[way]["ratio"]) for way in names[1:]]
         rows.append(
-            (name, f"{one['read_ms']:.1f}", f"{ways[names[0]]['ms']:.1f} ± {ways[names[0]]['iqr_ms']:.1f}", *cells)
+            (
+                name,
+                shown("{:.1f}", one["read_ms"]),
+                shown("{:.1f} ± {:.1f}", ways[names[0]]["ms"], ways[names[0]]["iqr_ms"]),
+                *cells,
+            )
         )
     columns = (
         "data, samples of a batch",

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from nestpipe.bench.computing import Layers
 from nestpipe.bench.contestants import DIM, Law, load_everything, pool_of
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.engine.step import StepResult
@@ -179,16 +179,16 @@ def _sections(results: dict[str, Any]) -> Iterator[Section]:
             (
                 tier,
                 kind,
-                f"{one['bytes'] / 1e6:,.1f}",
-                f"{one['seconds']:.2f}",
-                f"{rate:,.0f}",
-                f"{one['disk_mb_s']:,.0f}",
-                f"{ratio:.2f}",
-                f"{one['step_ms']:.1f}",
-                f"{one['stall_ms']:.1f}",
-                f"{stall:.2f}",
-                f"{one['fork_ms']:.1f}",
-                f"{one['during_ms'] / one['step_ms']:.2f}",
+                shown("{:,.1f}", one["bytes"] / 1e6),
+                shown("{:.2f}", one["seconds"]),
+                shown("{:,.0f}", rate),
+                shown("{:,.0f}", one["disk_mb_s"]),
+                shown("{:.2f}", ratio),
+                shown("{:.1f}", one["step_ms"]),
+                shown("{:.1f}", one["stall_ms"]),
+                shown("{:.2f}", stall),
+                shown("{:.1f}", one["fork_ms"]),
+                shown("{:.2f}", one["during_ms"] / one["step_ms"]),
             )
         )
     columns = ("table", "checkpoint", "MB", "seconds", "MB/s", "the disk alone MB/s", "ratio", "step ms", "stall ms",

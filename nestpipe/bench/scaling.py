@@ -24,7 +24,7 @@ from nestpipe.bench.contestants import Law, Way, alternate, compile_kernels, in_
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, bars, cells, verdict
 from nestpipe.bench.mix import Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Curves, Section, Table
+from nestpipe.bench.sections import Curves, Section, Table, shown
 from nestpipe.bench.workers import run_workers
 
 # Efficiency from 128 to 1,536 workers that the paper reports. (serial: TorchRec.)
@@ -148,9 +148,9 @@ def _sections(results: dict[str, Any], title: str, note: str) -> Iterator[Sectio
     rows = [
         (
             name,
-            str(run["workers"]),
-            f"{run['ms'][name]['efficiency']:.1%}",
-            f"{run['ms'][name]['samples per second']:,.0f}",
+            shown("{}", run["workers"]),
+            shown("{:.1%}", run["ms"][name]["efficiency"]),
+            shown("{:,.0f}", run["ms"][name]["samples per second"]),
             *cells(run["ms"][name]),
         )
         for name in runs[0]["ms"]

@@ -25,7 +25,7 @@ from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, cells, verdict
 from nestpipe.bench.links import links
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Bars, Curves, Section, Table
+from nestpipe.bench.sections import Bars, Curves, Section, Table, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.engine.engine import Engine
 
@@ -192,7 +192,8 @@ def _axis(axis: str, values: Mapping[str, Any], note: str) -> Iterator[Section]:
         for name, one in ms.items():
             uncut = axis == "micro-batches" and name in UNCUT
             if not uncut:
-                rows.append((value, name, *_cells(one)))
+                label = value if axis == "keys" else shown(value, float(value))
+                rows.append((label, name, *_cells(one)))
             elif ms is next(iter(values.values())):  # the same for all
                 rows.append(("", name, *_cells(one)))
     yield Table(title, (axis, "schedule", *_COLUMNS), rows, note + EXPLAINED)
@@ -210,4 +211,9 @@ _COLUMNS = (*COLUMNS, "compute ms", "communication ms", "exposed, of the serial 
 
 
 def _cells(one: Mapping[str, float]) -> tuple[str, ...]:
-    return (*cells(one), f"{one['compute']:.0f}", f"{one['communication']:.0f}", f"{one['exposed of serial']:.1%}")
+    return (
+        *cells(one),
+        shown("{:.0f}", one["compute"]),
+        shown("{:.0f}", one["communication"]),
+        shown("{:.1%}", one["exposed of serial"]),
+    )

@@ -31,7 +31,7 @@ from nestpipe.batch import Batch, Jagged, Output
 from nestpipe.bench import memory
 from nestpipe.bench import sections as section
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section
+from nestpipe.bench.sections import Section, shown, shown_list
 from nestpipe.bench.workers import run_workers
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.tables import Feature, Table, Uniform, num_bytes
@@ -209,11 +209,11 @@ def sections(results: dict[str, Any]) -> list[Section]:
         [
             (
                 name,
-                f"{one['read']:,.0f}",
-                f"{one['write']:,.0f}",
-                f"{one['both']:,.0f}",
-                f"{one['cpu_ms']:.0f}",
-                f"{one['compute']:.0%}",
+                shown("{:,.0f}", one["read"]),
+                shown("{:,.0f}", one["write"]),
+                shown("{:,.0f}", one["both"]),
+                shown("{:.0f}", one["cpu_ms"]),
+                shown("{:.0%}", one["compute"]),
             )
             for name, one in results["key_value"]["stores"].items()
         ],
@@ -230,14 +230,14 @@ def sections(results: dict[str, Any]) -> list[Section]:
 def _large_row(one: dict[str, Any]) -> tuple[str, ...]:
     training = one["training"]
     return (
-        str(one["workers"]),
-        f"{one['rows']:,}",
-        f"{one['file_bytes'] / 1e9:.2f}",
-        f"{one['budget_bytes'] / 1e6:,.0f}",
-        " / ".join(f"{peak / 1e6:,.0f}" for peak in one["peak_bytes"]),
-        f"{one['peak_over_budget']:.3f}",
-        f"{one['birth']['rows_per_second']:,.0f}",
-        f"{training['steps_per_second']:.2f}",
-        f"{training['rows_per_second']:,.0f}",
-        f"{training['read_from_disk']:.0%}",
+        shown("{}", one["workers"]),
+        shown("{:,}", one["rows"]),
+        shown("{:.2f}", one["file_bytes"] / 1e9),
+        shown("{:,.0f}", one["budget_bytes"] / 1e6),
+        shown_list("{:,.0f}", [peak / 1e6 for peak in one["peak_bytes"]]),
+        shown("{:.3f}", one["peak_over_budget"]),
+        shown("{:,.0f}", one["birth"]["rows_per_second"]),
+        shown("{:.2f}", training["steps_per_second"]),
+        shown("{:,.0f}", training["rows_per_second"]),
+        shown("{:.0%}", training["read_from_disk"]),
     )

@@ -20,7 +20,7 @@ import torch
 
 from nestpipe.bench.progress import tell
 from nestpipe.bench.sections import from_json, markdown, to_json
-from nestpipe.run import write_json
+from nestpipe.run import check_writable, write_json
 
 SUITES = {
     "kernels": "nestpipe.bench.kernels",
@@ -63,9 +63,10 @@ def bench(
         )
     if folder is None and len(chosen) > 1:
         folder = FOLDER
+    check_writable(json_file, markdown_file, folder=folder)  # no news for after an hour
     for parent in (json_file and json_file.parent, markdown_file and markdown_file.parent, folder):
         if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is no news for after an hour
+            parent.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     for name in chosen:
         try:

@@ -16,7 +16,7 @@ from nestpipe.bench.contestants import Way
 from nestpipe.bench.figures import bars, figures, largest
 from nestpipe.bench.mix import Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.bench.workers import run_workers
 
 FOLDER = Path("runs/timelines")
@@ -56,10 +56,10 @@ def sections(results: dict[str, Any]) -> list[Section]:
     rows = [
         (
             name,
-            f"{one['step']:.0f} ± {one['iqr']:.0f}",
-            f"{one['exposed lookup']:.0f}",
-            f"{one['exposed communication']:.0f}",
-            f"{one['compute']:.0f}",
+            shown("{:.0f} ± {:.0f}", one["step"], one["iqr"]),
+            shown("{:.0f}", one["exposed lookup"]),
+            shown("{:.0f}", one["exposed communication"]),
+            shown("{:.0f}", one["compute"]),
             f"{FOLDER / name}/trace.png",
         )
         for name, one in results.items()

@@ -79,6 +79,7 @@ def export(path: Path, table: str, out: Path) -> int:
     dim, half = int(declared[table]["dim"]), declared[table]["dtype"] == "torch.bfloat16"
     schema = pa.schema([("key", pa.int64()), ("values", pa.list_(pa.float32(), dim))])
     partial, rows = out.with_name(f".{out.name}.partial"), 0
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with pq.ParquetWriter(partial, schema) as writer:
             for keys, records in _rows(chain, table):

@@ -121,6 +121,8 @@ def read(path: Path) -> Manifest:
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
+        if not path.exists():
+            raise Damaged(f"{path} does not exist; give the folder of a checkpoint") from None
         raise Damaged(
             f"{path} is not a checkpoint: it has no {MANIFEST}; the save that wrote it was cut off, or it is another "
             f"folder"
@@ -298,9 +300,10 @@ def problem_of(manifest: Manifest, name: str) -> str | None:
 
 def require_sound(path: Path) -> list[Manifest]:
     """`chain`, with every byte checked; raises Damaged with the first problem."""
+    manifests = chain(path)
     for problem in problems(path):
         raise Damaged(f"{problem}. Nothing was loaded; take an earlier checkpoint")
-    return chain(path)
+    return manifests
 
 
 # -- a folder of checkpoints -------------------------------------------------------------------------------------------

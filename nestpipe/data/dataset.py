@@ -24,7 +24,8 @@ class Dataset(Protocol):
         compared.
 
     Sequence datasets also have `candidates() -> Tensor`, the sorted keys of the whole catalogue, and give at "valid"
-    and "test" `labels`: [B] int64, the key of the target item.
+    and "test" `labels`: [B] int64, the key of the target item. Where the history that they give is cut, `dense["seen"]` has
+    all keys before the target there.
 
     What `batches` returns may have `skip(count) -> int`, which passes over the first batches without making them and returns
     how many there were: a run that is resumed asks for it, and takes them one by one where there is none.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.batch import Batch
+from nestpipe.batch import SEEN, Batch, Jagged
 from nestpipe.data import dataset
 from nestpipe.data.draws import stream_of, uniform_ids
 
@@ -41,7 +41,7 @@ class HistoryDataset:
         history before the last item, which is the target. Users with fewer than three items train with what they have
         and are not evaluated.
 
-    max_length: only the latest items of a history are given.
+    max_length: only the latest items of a history are given. `dense["seen"]` of "valid" and "test" has all before the target.
     num_negatives: per sample, uniform over all items (the user's own are not left out), fixed by (seed, epoch, user).
     """
 
@@ -85,16 +85,26 @@ class HistoryDataset:
     def _batch(self, users: np.ndarray, split: str, negatives: np.uint64) -> Batch:
         store = self.histories
         ends = self._ends[split][users]
-        begins = np.maximum(store.offsets[users], ends - self.max_length)
-        lengths = ends - begins
-        offsets = dataset.offsets_of(lengths)
-        where = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], lengths)
+        where, offsets = _between(np.maximum(store.offsets[users], ends - self.max_length), ends)
+        dense: dict[str, Tensor | Jagged] = {}
+        if store.times is not None:
+            dense["timestamps"] = dataset.jagged(store.times[where], offsets.copy())
+        if split != "train":
+            whole, whole_offsets = _between(store.offsets[users], ends)
+            dense[SEEN] = dataset.jagged(store.items[whole], whole_offsets)
         picks = uniform_ids(negatives, users, self.num_negatives, len(self._catalogue))
         return Batch(
             keys={
                 "history": dataset.jagged(store.items[where], offsets),
                 "negatives": dataset.fixed_jagged(self._catalogue[picks]),
             },
-            dense={} if store.times is None else {"timestamps": dataset.jagged(store.times[where], offsets.copy())},
+            dense=dense,
             labels=None if split == "train" else torch.from_numpy(store.items[ends]),
         )
+
+
+def _between(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places from each begin to before its end, one list after the other, and the offsets of the lists."""
+    lengths = ends - begins
+    offsets = dataset.offsets_of(lengths)
+    return np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], lengths), offsets

@@ -60,6 +60,8 @@ class SyntheticClicks:
         spread_keys: bool = False,
         seed: int = 0,
     ) -> None:
+        if isinstance(keys_per_bag, list) and len(keys_per_bag) != 2:
+            raise ValueError(f"keys_per_bag is {keys_per_bag}; give one number, or the fewest and the most: [2, 10]")
         least, most = keys_per_bag if isinstance(keys_per_bag, list) else (keys_per_bag, keys_per_bag)
         sizes = keys_per_table if isinstance(keys_per_table, list) else [keys_per_table] * num_features
         dataset.check_at_least(

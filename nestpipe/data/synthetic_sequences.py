@@ -68,7 +68,7 @@ class SyntheticSequences:
         seed: int = 0,
     ) -> None:
         if num_clusters is None:
-            num_clusters = max(1, min(256, int(num_items**0.5)))
+            num_clusters = max(1, min(256, int(max(num_items, 1) ** 0.5)))
         dataset.check_at_least(
             num_items=(num_items, 1), skew=(skew, 0), num_clusters=(num_clusters, 1), min_length=(min_length, 1),
             max_length=(max_length, min_length), mean_length=(mean_length, min_length),

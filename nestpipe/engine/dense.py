@@ -61,7 +61,7 @@ class Dense:
         return {**model, **kind, **settings}
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
-        return checked_output(self.model(batch, rows), batch.size)
+        return call(self.model, batch, rows)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """`last`: of the step, so that the sum over workers can begin with what is complete."""
@@ -134,6 +134,17 @@ def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
             f"that it is given, as in dense_optimizer=lambda p: torch.optim.Adam(p, 1e-3)"
         )
     return optimizer
+
+
+def call(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> Output:
+    """The model's checked output. An error that comes of labels which are not there says so."""
+    try:
+        output = model(batch, rows)
+    except (AttributeError, TypeError) as error:
+        if batch.labels is None and "NoneType" in str(error):
+            error.add_note("the batch has no labels: set Batch.labels, which the model seems to read")
+        raise
+    return checked_output(output, batch.size)
 
 
 def checked_output(output: Any, size: int) -> Output:

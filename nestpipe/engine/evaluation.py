@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch
-from nestpipe.engine.dense import checked_output
+from nestpipe.batch import SEEN, Batch, Jagged
+from nestpipe.engine.dense import call
 from nestpipe.engine.loader import Loader
 from nestpipe.engine.step import Context, StepOperations
 from nestpipe.exchange.window import Window
-from nestpipe.metrics import rank_all
+from nestpipe.metrics import in_lists, rank_all
 
 Judge = Callable[[Batch, dict[str, Any]], None]  # looks at a batch and its rows
 
@@ -87,35 +87,63 @@ def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.n
     totals = np.zeros(2)
 
     def judge(batch: Batch, rows: dict[str, Any]) -> None:
-        output = checked_output(model(batch, rows), batch.size)
+        output = call(model, batch, rows)
         totals[0] += float(output.losses.double().sum())
         totals[1] += batch.size if output.weights is None else float(output.weights.double().sum())
         for name, metric in metrics.items():
             if output.predictions is None or batch.labels is None:
-                raise ValueError(f"metric {name!r} needs Output.predictions from the model and labels in the batch")
+                missing = "labels in the batch" if batch.labels is None else "Output.predictions from the model"
+                raise ValueError(f"metric {name!r} needs {missing}")
             metric.update(output.predictions, batch.labels)
 
     return judge, totals
 
 
 def judge_ranking(
-    model: nn.Module, metrics: dict[str, Any], candidate_rows: Tensor, candidates: Tensor, exclude: str | None
-) -> Judge:
-    """Feeds the rank of each sample's target among all candidates to the metrics. exclude: the feature whose keys are left
-    out of a sample's ranking."""
+    model: nn.Module,
+    metrics: dict[str, Any],
+    candidate_rows: Tensor,
+    candidates: Tensor,
+    *,
+    history: str,
+    exclude_seen: bool,
+    seen_targets: str,
+) -> tuple[Judge, np.ndarray]:
+    """Feeds the rank of each sample's target among all candidates to the metrics; for the rest see `evaluate_ranking`. The
+    returned array counts targets that were ranked, and those that the sample's user has had before."""
+    counts = np.zeros(2, np.int64)
 
     def judge(batch: Batch, rows: dict[str, Any]) -> None:
         if batch.labels is None:
             raise ValueError("ranking needs batch.labels: the key of each sample's target")
+        seen = _seen(batch, history)
         ranks = rank_all(
             model.score,  # type: ignore[arg-type]
             queries_BD=model.query(batch, rows),  # type: ignore[operator]
             candidates_ND=candidate_rows,
             candidate_keys=candidates,
             target_keys=batch.labels,
-            exclude=None if exclude is None else batch.keys[exclude],
+            exclude=seen if exclude_seen else None,
         )
+        if seen is not None:
+            again_B = in_lists(batch.labels, seen)
+            counts[1] += int(again_B.sum())
+            if seen_targets == "skip":
+                ranks = ranks[~again_B]
+            elif seen_targets == "miss":  # behind all others, whatever k
+                ranks = ranks.masked_fill(again_B, torch.iinfo(ranks.dtype).max)
+        counts[0] += len(ranks)
         for metric in metrics.values():
             metric.update(ranks)
 
-    return judge
+    return judge, counts
+
+
+def _seen(batch: Batch, history: str) -> Jagged | None:
+    """All that each sample's user has had: what the data says, else the history that the model reads, if there is one."""
+    seen = batch.dense.get(SEEN)
+    if seen is None:
+        return batch.keys.get(history)
+    if not isinstance(seen, Jagged) or seen.values.dtype != torch.int64:
+        raise ValueError(f"batch.dense[{SEEN!r}] must be a Jagged of int64 keys: all that each sample's user has had")
+    return seen

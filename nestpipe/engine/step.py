@@ -156,7 +156,7 @@ class StepOperations:
             ctx.source = self._source_route(ctx)
         state = STOPS if ctx.stops else HAS_DATA if ctx.has_data else OUT_OF_DATA
         ctx.source.sizes.state[:] = FAILED if ctx.error is not None else state
-        sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables))
+        sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables), ctx.window.parts)
         if (sizes.state == FAILED).any():
             leave_together(self.keys, ctx)
         ctx.stops = bool((sizes.state == STOPS).any())

@@ -25,10 +25,11 @@ class Sizes:
 
     table: np.ndarray
     num_tables: int
+    parts: int
 
     @classmethod
     def empty(cls, world: int, num_tables: int, parts: int) -> Sizes:
-        return cls(np.zeros((world, 1 + num_tables * (_VECTORS + parts)), np.int64), num_tables)
+        return cls(np.zeros((world, 1 + num_tables * (_VECTORS + parts)), np.int64), num_tables, parts)
 
     @property
     def state(self) -> np.ndarray:
@@ -36,7 +37,8 @@ class Sizes:
 
     @property
     def _of_tables(self) -> np.ndarray:
-        return self.table[:, 1:].reshape(len(self.table), self.num_tables, -1)  # [W, K, 3 + P], a view
+        # A view [W, K, 3 + P]. Its width is told, because without tables (K = 0) NumPy could not work it out.
+        return self.table[:, 1:].reshape(len(self.table), self.num_tables, _VECTORS + self.parts)
 
     def put(self, k: int, keys: np.ndarray, vectors: np.ndarray, *, weighted: bool, wide: bool) -> None:
         """keys: [W]; vectors: [P, W]."""

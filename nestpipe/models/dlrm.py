@@ -6,13 +6,14 @@ Shape legend: B samples, F vectors that interact (one per feature, plus the bott
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
+from nestpipe.models.arguments import check_names, check_rows, check_whole, check_widths
 
 INTERACTIONS = ("dot", "cat", "both")
 
@@ -39,9 +40,16 @@ class DLRM(nn.Module):
         dense: str = "dense",
     ) -> None:
         super().__init__()
+        check_whole("DLRM", 0, num_dense=num_dense)
+        check_whole("DLRM", 1, dim=dim)
+        check_widths("DLRM", bottom=bottom, top=top)
+        check_names("DLRM", dense=dense)
         if interaction not in INTERACTIONS:
             raise ValueError(f"DLRM: interaction must be one of {INTERACTIONS}, got {interaction!r}")
+        if not isinstance(features, Iterable) or isinstance(features, str):
+            raise ValueError(f"DLRM: features must be a list of names, got {features!r}")
         self.features = list(features)
+        check_names("DLRM", **{f"features[{place}]": name for place, name in enumerate(self.features)})
         if not self.features or len(set(self.features)) != len(self.features):
             raise ValueError(f"DLRM: features must be one or more different names, got {self.features}")
         self.num_dense, self.dim, self.dense, self.interaction = num_dense, dim, dense, interaction
@@ -73,10 +81,9 @@ class DLRM(nn.Module):
                     f"set num_dense to the number of its columns"
                 )
             vectors.append(self.bottom(dense_BC))
+        check_rows("DLRM", rows, Tensor, **{f"features[{place}]": name for place, name in enumerate(self.features)})
         for name in self.features:
             rows_BD = rows[name]
-            if not isinstance(rows_BD, Tensor):
-                raise ValueError(f"feature {name!r} has one row per key, not one per sample; give it pooling='sum'")
             if rows_BD.shape[-1] != self.dim:
                 raise ValueError(
                     f"feature {name!r} has rows of {rows_BD.shape[-1]} values, the model has dim={self.dim}; "

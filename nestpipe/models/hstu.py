@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.models.arguments import check_dropout, check_names, check_rows, check_whole, is_number
 from nestpipe.models.hstu_ops import MASKED, Packing, attend, dropout, normalize, pick, sampled_softmax
 
 
@@ -56,12 +57,20 @@ class HSTU(nn.Module):
         timestamps: str = "timestamps",
     ) -> None:
         super().__init__()
-        if head_dim is None:
+        check_whole("HSTU", 1, dim=dim, num_heads=num_heads, max_length=max_length)
+        check_whole("HSTU", 0, num_layers=num_layers, num_time_buckets=num_time_buckets)
+        check_dropout("HSTU", dropout=dropout, input_dropout=input_dropout)
+        check_names("HSTU", history=history, negatives=negatives, timestamps=timestamps)
+        if not isinstance(normalize, bool):
+            raise ValueError(f"HSTU: normalize must be true or false, got {normalize!r}")
+        if not is_number(temperature) or temperature <= 0:
+            raise ValueError(f"HSTU: temperature must be a number above 0, got {temperature!r}")
+        if head_dim is not None:
+            check_whole("HSTU", 1, head_dim=head_dim)
+        else:
             if dim % num_heads:
                 raise ValueError(f"HSTU: dim {dim} is not a multiple of num_heads {num_heads}; give head_dim")
             head_dim = dim // num_heads
-        if not temperature > 0:
-            raise ValueError(f"HSTU: temperature must be above 0, got {temperature}")
         self.dim, self.max_length = dim, max_length
         self.normalize, self.temperature = normalize, temperature
         self.num_time_buckets = num_time_buckets
@@ -81,6 +90,7 @@ class HSTU(nn.Module):
         )
 
     def forward(self, batch: Batch, rows: dict[str, Jagged]) -> Output:
+        check_rows("HSTU", rows, Jagged, history=self.history, negatives=self.negatives)
         keys, negatives = batch.keys[self.history], rows[self.negatives]
         num_samples = len(keys)
         num_negatives = self._num_negatives(negatives)
@@ -114,6 +124,7 @@ class HSTU(nn.Module):
 
     def query(self, batch: Batch, rows: dict[str, Jagged]) -> Tensor:
         """The state after the last item of each history, [B, D]; zeros where the history is empty."""
+        check_rows("HSTU", rows, Jagged, history=self.history)
         packing = Packing(batch.keys[self.history].offsets)
         states_TD = self._encode(batch, packing.sort_tokens(rows[self.history].values), packing)
         query_BD = states_TD.new_zeros(len(packing.lengths), self.dim)

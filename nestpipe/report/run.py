@@ -84,7 +84,7 @@ def _tiles(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, (int, float)) else NOTHING
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if isinstance(value, float) else NOTHING
 
 
 def _lanes(ranks: Sequence[RankSummary]) -> str:

@@ -14,7 +14,16 @@ from nestpipe.trace import RankSummary, RankTrace, read, summary
 from nestpipe.trace.record import FOLDER as TRACE
 
 Points = list[tuple[int, float]]
-NEEDED = ("schedule", "micro_batches", "workers", "steps", "samples", "samples_per_second", "tables", "digest")
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    "schedule": str,
+    "micro_batches": int,
+    "workers": int,
+    "steps": int,
+    "samples": int,
+    "samples_per_second": (int, float),
+    "tables": dict,
+    "digest": str,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +89,31 @@ def _read_run(folder: Path, name: str) -> Run:
     missing = [entry for entry in NEEDED if entry not in result]
     if missing:
         raise ValueError(f"{path} has no entry {missing[0]!r}: it is not the result of `nestpipe train`; train again")
-    config = folder / "config.json"
+    for entry, kind in NEEDED.items():
+        if not isinstance(result[entry], kind):
+            raise ValueError(f"{path}: {entry!r} is {result[entry]!r:.40}, which nestpipe does not write; train again")
+    for entry in ("tables", "metrics"):
+        _check_objects(path, result, entry)
+    for table in result["tables"]:
+        _check_objects(path, result["tables"], table, what="'tables'")
+    config_file = folder / "config.json"
+    config = _read_json(config_file) if config_file.is_file() else {}
+    _check_objects(config_file, config, "schedule")
     traces = read(folder) if (folder / TRACE).is_dir() and any((folder / TRACE).glob("rank-*.json")) else []
     return Run(
         name=name,
         result=result,
-        config=_read_json(config) if config.is_file() else {},
+        config=config,
         traces=traces,
         ranks=summary(traces),
         curves=_read_curves(folder / "tensorboard"),
     )
+
+
+def _check_objects(path: Path, values: dict[str, Any], entry: str, *, what: str | None = None) -> None:
+    """Raises ValueError if an entry that is there is no JSON object."""
+    if not isinstance(values.get(entry, {}), dict):
+        raise ValueError(f"{path}: {what or repr(entry)} must be a JSON object, got {values[entry]!r:.40}; train again")
 
 
 def _read_curves(folder: Path) -> dict[str, Points]:

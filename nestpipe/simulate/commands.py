@@ -11,7 +11,7 @@ from typing import Any
 from nestpipe import trace
 from nestpipe.bench.sections import Section, markdown, to_json
 from nestpipe.config import Config, read
-from nestpipe.run import write_json
+from nestpipe.run import check_writable, write_json
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import EMB
 from nestpipe.simulate import plan, profile, sweep
@@ -56,6 +56,7 @@ def simulate(
 ) -> str:
     """Writes FOLDER/simulate.json, scaling.png and the timeline of the config's schedule on the largest count; returns what
     to print."""
+    check_writable(json_file, folder=folder)
     config, cluster = read(path, overrides), profile.read(profile_name)
     settings = settings_of(config, schedules, replicas)
     load = with_laws(of_config(config), laws)
@@ -102,6 +103,7 @@ def make_plan(
     json_file: Path | None,
     command: Sequence[str],
 ) -> str:
+    check_writable(json_file)
     config, cluster = read(path, overrides), profile.read(profile_name)
     counted = dict(_rows(text) for text in rows)
     load = with_laws(of_config(config), laws)

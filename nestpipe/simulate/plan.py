@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestpipe.bench.sections import Section, Table
+from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import EMB, FWD
 from nestpipe.simulate.costs import Costs, Setting
@@ -178,18 +178,18 @@ def _size(value: float) -> str:
     return f"{value / 1e3:.1f} kB"
 
 
-def sections(choices: Sequence[Choice], note: str, *, shown: int = 12) -> list[Section]:
+def sections(choices: Sequence[Choice], note: str, *, most: int = 12) -> list[Section]:
     rows = [
         (
             one.setting.name,
-            f"{one.prediction.step:,.1f}",
-            f"{one.prediction.utilization:.1%}",
-            _size(one.memory.device) if one.memory.device else "",
-            _size(one.memory.host),
-            _size(one.memory.disk) if one.memory.disk else "",
+            shown("{:,.1f}", one.prediction.step),
+            shown("{:.1%}", one.prediction.utilization),
+            shown(_size(one.memory.device) if one.memory.device else "", one.memory.device),
+            shown(_size(one.memory.host), one.memory.host),
+            shown(_size(one.memory.disk) if one.memory.disk else "", one.memory.disk),
             f"no: {', '.join(one.short_of)}" if one.short_of else "yes",
         )
-        for one in choices[:shown]
+        for one in choices[:most]
     ]
     columns = ("setting", "step ms", "utilization", "device", "host", "disk", "fits")
     title = f"The best {len(rows)} of {len(choices)} settings; of those within {AS_GOOD - 1:.0%} the simplest first"
@@ -197,4 +197,7 @@ def sections(choices: Sequence[Choice], note: str, *, shown: int = 12) -> list[S
 
 
 def results(choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(one) for one in choices]
+    return [
+        {**dataclasses.asdict(one), "utilization": one.prediction.utilization, "fits": not one.short_of}
+        for one in choices
+    ]

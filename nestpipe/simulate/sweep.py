@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nestpipe.bench.figures import COMMUNICATION, LOOKUP, figures
-from nestpipe.bench.sections import Bars, Curves, Section, Table
+from nestpipe.bench.sections import Bars, Curves, Section, Table, shown
 from nestpipe.schedule.ops import BWD, FWD
 from nestpipe.simulate.costs import Costs, Setting
 from nestpipe.simulate.events import Simulated, simulate
@@ -108,28 +108,39 @@ def efficiencies(predictions: Sequence[Prediction]) -> list[float]:
     return [fewest[one.setting].step / one.step for one in predictions]
 
 
+def _serial(predictions: Sequence[Prediction]) -> dict[int, float]:
+    """The step under serial, by the number of workers."""
+    return {one.workers: one.step for one in predictions if one.schedule == "serial"}
+
+
 def results(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    serial = _serial(predictions)
     return [
-        {**dataclasses.asdict(one), "utilization": one.utilization, "efficiency": efficiency}
+        {
+            **dataclasses.asdict(one),
+            "utilization": one.utilization,
+            "efficiency": efficiency,
+            "speedup": serial[one.workers] / one.step if one.workers in serial else None,
+        }
         for one, efficiency in zip(predictions, efficiencies(predictions), strict=True)
     ]
 
 
 def sections(predictions: Sequence[Prediction], note: str) -> Iterator[Section]:
     """note: what was simulated."""
-    serial = {one.workers: one.step for one in predictions if one.schedule == "serial"}
+    serial = _serial(predictions)
     scaling = efficiencies(predictions)
     rows = [
         (
             one.setting,
-            f"{one.workers:,}",
-            f"{one.step:,.1f}",
-            f"{serial[one.workers] / one.step:.2f}x" if one.workers in serial else "",
-            f"{efficiency:.1%}",
-            f"{one.utilization:.1%}",
-            f"{one.samples_per_second:,.0f}",
-            f"{one.exposed_lookup:,.1f} of {one.lookup:,.1f}",
-            f"{one.exposed_communication:,.1f} of {one.communication:,.1f}",
+            shown("{:,}", one.workers),
+            shown("{:,.1f}", one.step),
+            shown("{:.2f}x", serial[one.workers] / one.step) if one.workers in serial else "",
+            shown("{:.1%}", efficiency),
+            shown("{:.1%}", one.utilization),
+            shown("{:,.0f}", one.samples_per_second),
+            shown("{:,.1f} of {:,.1f}", one.exposed_lookup, one.lookup),
+            shown("{:,.1f} of {:,.1f}", one.exposed_communication, one.communication),
             f"{one.limit}: {one.limit_op}",
         )
         for one, efficiency in zip(predictions, scaling, strict=True)
@@ -158,7 +169,7 @@ def sections(predictions: Sequence[Prediction], note: str) -> Iterator[Section]:
         "exposed lookup": [one.exposed_lookup for one in largest],
         "exposed communication": [one.exposed_communication for one in largest],
     }
-    shown = [sum(values) for values in zip(*parts.values(), strict=True)]
-    parts["rest"] = [max(0.0, one.step - sum_) for one, sum_ in zip(largest, shown, strict=True)]
+    sums = [sum(values) for values in zip(*parts.values(), strict=True)]
+    parts["rest"] = [max(0.0, one.step - sum_) for one, sum_ in zip(largest, sums, strict=True)]
     bounds = {"longest lane": [one.longest_lane for one in largest]}
     yield Bars(f"A step on {counts[-1]:,} workers (simulated)", "ms", settings, parts, bounds, note)

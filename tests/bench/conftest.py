@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from nestpipe.bench import emulated
 from nestpipe.bench.links import Links
-from nestpipe.bench.sections import Bars, Curves, Section, Table, from_json, markdown, to_json
+from nestpipe.bench.sections import Bars, Curves, Section, Shown, Table, from_json, markdown, to_json
 from nestpipe.run import write_json
 from tests.cluster import Cluster, in_a_group
 
@@ -50,6 +51,10 @@ def sane(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             if isinstance(one, Table):
                 assert one.rows and all(len(row) == len(one.columns) for row in one.rows)
                 assert all(isinstance(cell, str) for row in one.rows for cell in row)
+                numbers = [
+                    cell for row in one.rows for cell in row if re.match(r"[+(-]?\d[\d.,]*(x|%|$| [/±(o])", cell)
+                ]
+                assert all(isinstance(cell, Shown) and cell.values for cell in numbers), "programs want numbers"
             elif isinstance(one, Bars):
                 values = [*one.parts.values(), *one.bounds.values()]
                 assert values and all(len(part) == len(one.labels) for part in values)

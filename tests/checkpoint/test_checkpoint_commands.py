@@ -97,10 +97,11 @@ def test_verify_tells_every_flaw_in_a_line_and_leaves_with_1(copy: Path, capsys:
 
 @pytest.mark.parametrize("action", ["inspect", "verify"])
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
+    nowhere = tmp_path / "nowhere"
+    for path, message in ((tmp_path, "is not a checkpoint: it has no manifest.json"), (nowhere, "does not exist")):
         assert run("checkpoint", action, path) == 1
         out, err = capsys.readouterr()
-        assert f"{path} is not a checkpoint: it has no manifest.json" in out + err
+        assert f"{path} {message}" in out + err
 
 
 def test_inspect_of_one_with_a_file_missing_names_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

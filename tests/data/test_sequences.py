@@ -27,9 +27,13 @@ def test_leave_one_out(path):
     dataset = Sequences(path=path, max_length=3, num_negatives=0)
     train = {sample[0] for sample in read_samples(dataset, "train", batch_size=2)}
     assert train == {(10, 11, 12), (11,), (17, 18), (19,)}  # users with one or two items train with all of them
-    # (history, negatives, target); only the latest three items of a history are kept
-    assert read_samples(dataset, "valid", batch_size=2) == [((10, 11, 12), (), 13), ((11,), (), 15)]
-    assert read_samples(dataset, "test", batch_size=2) == [((11, 12, 13), (), 14), ((11, 15), (), 16)]
+    # (history, negatives, all seen, target); only the latest three items of a history are kept
+    assert read_samples(dataset, "valid", batch_size=2) == [
+        ((10, 11, 12), (), (10, 11, 12), 13),
+        ((11,), (), (11,), 15),
+    ]
+    test = [((11, 12, 13), (), (10, 11, 12, 13), 14), ((11, 15), (), (11, 15), 16)]
+    assert read_samples(dataset, "test", batch_size=2) == test
 
 
 def test_candidates_are_all_items_sorted(path):
@@ -135,7 +139,7 @@ def test_movielens_orders_each_user_by_time(tmp_path, name, delimiter, header, e
     path = tmp_path / name
     path.write_bytes(text.encode())
     dataset = MovieLens(path=str(path), num_negatives=0)
-    assert read_samples(dataset, "test", batch_size=4) == [((11, 10, 12), (), (10, 20, 30), 13)]
+    assert read_samples(dataset, "test", batch_size=4) == [((11, 10, 12), (), (10, 20, 30), (11, 10, 12), 13)]
     assert sorted(read_samples(dataset, "train", batch_size=4)) == [
         ((11, 10), (), (10, 20)),
         ((31, 30), (), (100, 300)),

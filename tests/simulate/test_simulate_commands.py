@@ -110,6 +110,14 @@ def test_simulate_writes_figures_plot_and_timeline_that_a_report_shows(
         (name, workers) for name in ("serial", "dbp", "fwp", "nested") for workers in (2, 8, 32)
     ]
     assert [one["efficiency"] for one in found["results"][::3]] == [1, 1, 1, 1]
+    table = found["sections"][0]
+    assert len(table["values"]) == len(table["rows"]) == 12
+    for row, text, result in zip(table["values"], table["rows"], found["results"], strict=True):
+        told_of = dict(zip(table["columns"], row, strict=True))
+        assert told_of["workers"] == result["workers"] and told_of["step ms"] == result["step"]
+        assert told_of["speed-up"] == result["speedup"] > 0
+        assert told_of["exposed lookup ms"] == [result["exposed_lookup"], result["lookup"]]
+        assert text[3] == f"{result['speedup']:.2f}x" and isinstance(told_of["setting"], str)
     assert found["profile"] == to_toml(read("npu-1536")) and found["machine"] == {"simulated": "npu-1536"}
     for picture in ("scaling.png", "trace.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
@@ -197,6 +205,10 @@ def test_plan_prints_a_plan_and_writes_it(config: Path, tmp_path: Path, capsys: 
     assert "On 8 workers of npu-1536: schedule" in told and "runner-up:" in told and "memory of a worker" in told
     assert "--rows" not in told, "the rows were given"
     found = document(tmp_path / "plan.json")
+    table = found["sections"][0]
+    for row, result in zip(table["values"], found["results"], strict=False):
+        assert row[1:5] == [result["prediction"]["step"], result["utilization"], *list(result["memory"].values())[:2]]
+        assert result["fits"] is True and row[6] == "yes"
     serial = next(one for one in found["results"] if one["setting"]["schedule"] == "serial")
     assert serial["memory"]["host"] == pytest.approx(1e6 / 8 * (26 + 36))
     assert run("report", tmp_path / "plan.json", "--out", tmp_path / "page.html") == 0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nestpipe.bench.sections import Bars, Section, Table
+from nestpipe.bench.sections import Bars, Section, Table, shown
 
 HERE = Path(__file__).parent
 ENVIRONMENT = Path(os.environ.get("NESTPIPE_PEERS", ".venv-peers"))  # the peers are never installed beside nestpipe
@@ -78,12 +78,12 @@ def _steps(comparisons: list[dict[str, Any]], where: str, note: str) -> Table:
             (
                 _name(one),
                 _ms(one, "nestpipe serial"),
-                f"{_ms(one, best)}, {best.removeprefix('nestpipe ')}",
-                f"{_ms(one, peer)}, {peer.removeprefix('torchrec ')}",
+                _ms(one, best, of=f", {best.removeprefix('nestpipe ')}"),
+                _ms(one, peer, of=f", {peer.removeprefix('torchrec ')}"),
                 _ms(one, "dense only"),
-                f"{one['speedup'][best]:.2f}x",
-                f"{over[best]:.0f} / {over[peer]:.0f}",
-                f"{wire[best]:.1f} / {wire[peer]:.1f}",
+                shown("{:.2f}x", one["speedup"][best]),
+                shown("{:.0f} / {:.0f}", over[best], over[peer]),
+                shown("{:.1f} / {:.1f}", wire[best], wire[peer]),
             )
         )
     return Table(f"nestpipe and TorchRec, {where}: ms per step", columns, rows, note)
@@ -109,10 +109,10 @@ def _memory(comparisons: list[dict[str, Any]]) -> Table:
         rows.append(
             (
                 _name(one),
-                f"{ours['table_bytes'] / 1e6:,.0f}",
-                f"{ours['table_rows']:,}",
-                f"{per_row:.0f}",
-                f"{theirs['table_bytes'] / 1e6:,.0f}",
+                shown("{:,.0f}", ours["table_bytes"] / 1e6),
+                shown("{:,}", ours["table_rows"]),
+                shown("{:.0f}", per_row),
+                shown("{:,.0f}", theirs["table_bytes"] / 1e6),
             )
         )
     columns = ("workload", "nestpipe MB", "rows", "bytes per row", "TorchRec MB")
@@ -127,6 +127,7 @@ def _name(one: Mapping[str, Any]) -> str:
     return f"{one['workload']}, {one['keys']} keys"
 
 
-def _ms(one: Mapping[str, Any], name: str) -> str:
+def _ms(one: Mapping[str, Any], name: str, *, of: str = "") -> str:
+    """of: words that are put behind."""
     timing = one["timings"][name]
-    return f"{timing['median_ms']:.0f} ({timing['iqr_ms']:.0f})"
+    return shown("{:.0f} ({:.0f})" + of, timing["median_ms"], timing["iqr_ms"])
