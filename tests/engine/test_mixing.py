@@ -18,7 +18,6 @@ from nestpipe.tables import Normal
 from tests.cluster import Cluster
 
 DIM = 4
-TABLES = [Table("item", DIM, optimizer=SGD(lr=0.1))]
 FEATURES = [Feature("item", "item", "sum"), Feature("list", "item")]
 
 
