@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test grid kill lint clean
+.PHONY: demo test grid kill failures lint clean
 .DEFAULT_GOAL := demo
 
 demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -22,6 +22,10 @@ grid: .venv/ready
 # Fifty runs that lose a worker at a random moment; half an hour.
 kill: .venv/ready
 	$(BIN)/python -m tests.kill
+
+# An exception before and after every operation of a step, in every schedule; about half an hour.
+failures: .venv/ready
+	$(BIN)/python -m tests.engine.failures
 
 lint: .venv/ready
 	$(BIN)/ruff check .
