@@ -229,7 +229,7 @@ class Trainer:
             self._arena = Arena()
             self._told = False  # what travels how: said once, after the first batch has decided it
             self._torn: str | None = None  # why tables are in between two steps, if they are
-            self._calls: list[str] = []  # of this trainer that are running, but for fit and step
+            self._calls: list[str] = []  # of this trainer that are running, the innermost last
             if self.world > 1:
                 waiting = (self._keys, self._rows, self._dense)
                 heart = Heartbeat(
@@ -296,6 +296,7 @@ class Trainer:
 
     # -- training ----------------------------------------------------------------------------------------------------
 
+    @_between_steps("train")
     def fit(
         self,
         batches: Iterable[Batch],
@@ -316,7 +317,6 @@ class Trainer:
         pauses = [pause_every] if isinstance(pause_every, int) else list(pause_every or ())
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
-        self._must_be_quiet("train")
         self._rows.compare({"fit(steps)": steps, "fit(pause_every)": pauses, "steps done before": self.steps})
         left, self._left = self._left, None
         loader = Loader(
@@ -378,15 +378,20 @@ class Trainer:
             self._taken, self._loader = self.position, None
             # Who goes on with the same iterator gets what was read ahead and not trained on.
             self._left = (batches, loader) if isinstance(batches, Iterator) else None
-            self._ops.stop_asked = False  # it has been heard: training may go on with another call
+            self._recent.clear()
+            self.skipped += loader.skipped
+            if self.stopped or asked.is_set():
+                self._ops.stop_asked = False  # it has been heard: training may go on with another call
+        failure = None
         try:
             self._rows.raise_together(problem, what=f"on_step, after step {self.steps}")
         except TrainingError as error:
-            raise (problem or from_the_users_line(error)) from None
+            failure = from_the_users_line(problem or error)
+        if failure is not None:
+            raise failure
         if asked.is_set():
             raise KeyboardInterrupt(f"training has stopped after step {self.steps}; it can go on from there")
         seconds = time.perf_counter() - started
-        self.skipped += loader.skipped
         skipped += int(self._rows.sum(np.array([loader.skipped]))[0])
         if self.steps == begin and steps != 0 and self.rank == 0:
             log.warning("fit has trained nothing: no worker had a batch")
@@ -440,6 +445,7 @@ class Trainer:
             if self.rank == 0:
                 process.tell(tuning)
 
+    @_between_steps("train")
     def step(self, batch: Batch | None) -> StepResult | None:
         """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did.
 
@@ -475,7 +481,6 @@ class Trainer:
         abandon: Callable[[], None] = lambda: None,
     ) -> None:
         """Trains up to step `stop` (exclusive), or until no worker has data."""
-        self._must_be_quiet("train")
         if self._ops.plan.unplaced:
             read = place_by_first_batch(self._ops, read)
 
