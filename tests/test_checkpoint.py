@@ -147,8 +147,9 @@ def test_a_folder_without_manifest_is_not_loaded(saved: tuple[Path, dict[str, An
     copy = tmp_path / "copy"
     shutil.copytree(saved[0], copy)
     (copy / "manifest.json").unlink()
-    for path in (copy, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match=r"is not a checkpoint: it has no manifest\.json"):
+    nowhere = tmp_path / "nowhere"
+    for path, message in ((copy, r"is not a checkpoint: it has no manifest\.json"), (nowhere, "does not exist")):
+        with pytest.raises(ValueError, match=message):
             make_trainer().load(path)
 
 
