@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import tempfile
 import traceback
@@ -23,6 +24,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    logging.getLogger("nestpipe").addHandler(logging.NullHandler())  # what runs say of themselves is for nobody here
     gc.freeze()  # what was imported: so that collecting after every job is cheap
     while True:
         job = pipe.recv()

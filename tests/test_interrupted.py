@@ -96,6 +96,7 @@ def test_an_on_step_that_raises_in_a_pause_on_one_rank_ends_all(cluster: Cluster
 
 def interrupt_once(schedule: str, tier: str) -> tuple[str, str]:
     """Ctrl-C in the middle of a step, and then the same iterator is gone on with."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     trainer, features, folder = make(case_of(schedule, tier))
 
     def around(task: Task, work: Any) -> None:
@@ -129,6 +130,7 @@ def test_ctrl_c_ends_fit_between_two_steps_and_training_can_go_on(cluster: Clust
 
 def interrupt_twice(schedule: str) -> list[str]:
     """The second Ctrl-C comes while compute waits for rows; the trainer refuses then, or goes on, and never hangs."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer, features, folder = make(case_of(schedule, "memory"))
 
     def around(task: Task, work: Any) -> None:

@@ -150,7 +150,7 @@ class Silent(Clicker):
         (SEQUENCES, WithoutQuery, "WithoutQuery has no query: give it query(batch, rows)"),
         (SEQUENCES, OfAnotherWidth, "mat1 and mat2 shapes cannot be multiplied"),
         (SEQUENCES, OfAnotherHistory, "feature 'histories', which is not known; did you mean 'history'"),
-        (CLICKS, Silent, "needs Output.predictions from the model and labels in the batch"),
+        (CLICKS, Silent, "needs Output.predictions from the model"),
         (CLICKS, Clicker, "is outside [0, 1]; give probabilities, not logits"),
     ],
 )

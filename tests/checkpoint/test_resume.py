@@ -370,7 +370,7 @@ def test_a_resume_that_is_refused_leaves_damaged_checkpoints_where_they_are_too(
     train(configured(), tmp_path)
     damage(tmp_path / "final")
     before = everything(tmp_path)
-    with pytest.raises(TrainingError, match="the model of the checkpoint is another one"):
+    with pytest.raises(ValueError, match="the model of the checkpoint is another one"):
         train(configured(model={"top": [8]}), tmp_path, resume=True)
     assert everything(tmp_path) == before
 
