@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import graphlib
 import itertools
+import re
 from collections.abc import Iterator
 
 from nestpipe.schedule.ops import (
@@ -19,7 +20,7 @@ from nestpipe.schedule.ops import (
     EMB,
     FWD,
     GRAD,
-    GROUPS,
+    OPERATIONS,
     ORDER,
     PREFETCH,
     RETRIEVE,
@@ -127,6 +128,8 @@ def _missing(tasks: list[Task], num_batches: int, schedule: Schedule) -> Iterato
     times = collections.Counter(task.op for task in tasks)
     for op in sorted(op for op, count in times.items() if count > 1):
         yield f"{op.name}(t) is there twice"
+    for name in sorted({op.name for op in times} - set(ORDER)):
+        yield f"no operation is called {name!r}; there are {', '.join(ORDER)}"
     middle, micro_batches = num_batches // 2, schedule.micro_batches
     for name in ORDER:
         parts = micro_batches if name in (FWD, BWD) else schedule.num_parts(name) if name in (EMB, GRAD) else 1
@@ -148,8 +151,9 @@ def _lanes_per_group(tasks: list[Task]) -> Iterator[str]:
     """One lane per process group: then its collectives have one order, the same on every worker."""
     lanes: dict[str, dict[str, str]] = {}
     for task in tasks:
-        if task.op.name in GROUPS:
-            lanes.setdefault(GROUPS[task.op.name], {}).setdefault(task.lane, task.op.name)
+        group = OPERATIONS[task.op.name].group
+        if group is not None:
+            lanes.setdefault(group, {}).setdefault(task.lane, task.op.name)
     for group, users in lanes.items():
         if len(users) > 1:
             text = " and ".join(f"{name} on lane {lane}" for lane, name in users.items())
@@ -212,84 +216,33 @@ def _in_flight(before: _Order, num_batches: int, schedule: Schedule) -> int | No
 # -- what is touched ---------------------------------------------------------------------------------------------------
 
 
+_THING = re.compile(
+    r"(?P<name>[^\[]+)(\[t(?P<before>-1)?(?P<one_of_two> mod 2)?(, (?P<parts>m|all|up to m|from m))?\])?"
+)
+
+
 def _touched(op: Op, schedule: Schedule) -> Iterator[tuple[object, bool]]:
-    """What an operation touches, and whether it writes it. Things of one batch are (name, batch); of a micro-batch,
-    (name, batch, m); the two buffers of a table in a lower tier (name, 0) and (name, 1)."""
-    b, m = op.batch, op.part
-    all_parts = range(schedule.micro_batches)
-    window = (m,) if schedule.num_parts(EMB) > 1 else all_parts  # micro-batches that one EMB or GRAD serves
-    match op.name:
-        case "PREFETCH":
-            yield ("batch", b), True
-            yield "source of data", True
-        case "H2D":
-            yield ("batch", b), False
-            yield ("inputs", b), True
-        case "ROUTE":
-            yield ("inputs", b), False
-            yield ("routes", b), True
-        case "RETRIEVE":
-            yield ("routes", b), False
-            yield "keys that have rows", True
-            yield ("positions", b), True
-            yield ("buffer", b % 2), True
-            yield "tier", False
-            yield ("positions", b - 1), False  # to know which rows SYNC will bring
-            yield "given up rows", True  # births in their place
-            for i in all_parts:
-                yield ("gradients", b, i), True  # zeros
-        case "SYNC":
-            yield ("positions", b), False
-            yield ("buffer", (b - 1) % 2), False
-            yield ("buffer", b % 2), True
-        case "EMB":
-            yield ("positions", b), False
-            yield ("buffer", b % 2), False
-            yield "rows in memory", False
-            yield "given up rows", False
-            for i in window:
-                yield ("vectors", b, i), True  # of rows that micro-batch i is the first to use
-        case "FWD":
-            for i in all_parts[: m + 1]:
-                yield ("vectors", b, i), False
-            yield "dense weights", False
-            yield ("output", b, m), True
-            yield ("losses and troubles", b), True
-        case "BWD":
-            yield ("output", b, m), False
-            yield "dense weights", False
-            yield "dense gradients", True
-            yield ("losses and troubles", b), True  # gradients that are not finite
-            for i in all_parts[m:]:
-                yield ("gradients", b, i), True  # of rows that micro-batch i is the last to use
-        case "AGREE":
-            yield ("losses and troubles", b), False
-            yield ("agreed", b), True
-        case "GRAD":
-            for i in window:
-                yield ("gradients", b, i), False
-                yield ("returned", b, i), True
-        case "UPDATE":
-            yield ("agreed", b), False
-            for i in all_parts:
-                yield ("returned", b, i), False
-            yield ("buffer", b % 2), True
-            yield "rows in memory", True
-            yield "given up rows", True
-            yield "learning rates", False
-        case "REDUCE":
-            yield "dense gradients", True
-        case "DENSE":
-            yield ("agreed", b), False
-            yield "dense gradients", True
-            yield "dense weights", True
-            yield "learning rates", True  # a step has ended: the user may set them
-        case "WRITEBACK":
-            yield ("agreed", b), True  # the batch is given up
-            yield ("buffer", b % 2), False
-            yield "tier", True
-        case _:
-            raise ScheduleError(f"no operation is called {op.name!r}; there are {', '.join(ORDER)}")
+    """What an operation touches, as the table of operations has it, and whether it writes it."""
+    operation = OPERATIONS[op.name]
+    for text in operation.reads:
+        yield from ((thing, False) for thing in _things(text, op, schedule))
+    for text in operation.writes:
+        yield from ((thing, True) for thing in _things(text, op, schedule))
+
+
+def _things(text: str, op: Op, schedule: Schedule) -> Iterator[object]:
+    match = _THING.fullmatch(text)
+    assert match is not None, f"{op.name} touches {text!r}: not a word of schedule/ops.py"
+    name, batch = match["name"], op.batch - (match["before"] is not None)
+    if "[" not in text:
+        yield name
+    elif match["parts"] is None:
+        yield name, batch % 2 if match["one_of_two"] else batch
+    else:
+        every = range(schedule.micro_batches)
+        own = every[op.part : op.part + 1] if schedule.num_parts(op.name) > 1 else every
+        several = {"m": own, "all": every, "up to m": every[: op.part + 1], "from m": every[op.part :]}
+        yield from ((name, batch, part) for part in several[match["parts"]])
 
 
 def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order, schedule: Schedule) -> list[str]:

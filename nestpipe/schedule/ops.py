@@ -14,26 +14,187 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-# The operations, in the order in which a serial step runs them.
-PREFETCH = "PREFETCH"  # read a batch, split it into micro-batches, pinned memory
-H2D = "H2D"  # dense inputs and labels to the device
-ROUTE = "ROUTE"  # deduplicate keys, bucket them by owner, exchange them
-RETRIEVE = "RETRIEVE"  # the owner finds or creates rows; those of a lower tier go into a buffer
-SYNC = "SYNC"  # rows that the batch before also used: from its buffer into this one's
-EMB = "EMB"  # rows to the workers that asked for them
-FWD = "FWD"  # the user's model, one micro-batch
-BWD = "BWD"
-REDUCE = "REDUCE"  # the rest of the sum of dense gradients over workers, which the last BWD begins
-AGREE = "AGREE"  # sum of losses, weights and troubles over workers
-GRAD = "GRAD"  # gradients to the owners
-UPDATE = "UPDATE"  # the owner's row optimizers, once, on the sums
-DENSE = "DENSE"  # the dense optimizer, once
-WRITEBACK = "WRITEBACK"  # updated rows to their tier
+PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD = "PREFETCH", "H2D", "ROUTE", "RETRIEVE", "SYNC", "EMB", "FWD"
+BWD, REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK = "BWD", "REDUCE", "AGREE", "GRAD", "UPDATE", "DENSE", "WRITEBACK"
 
-ORDER = (PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD, BWD, REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK)
+# What an operation's time counts as, on every page: bringing rows to their owners' hands, exchange with other workers
+# that training waits for, or the training itself.
+LOOKUP, COMMUNICATION, COMPUTING = "lookup", "communication", "compute"
+KINDS = (LOOKUP, COMMUNICATION, COMPUTING)
 
-# Which process group an operation uses.
-GROUPS = {ROUTE: "keys", EMB: "rows", AGREE: "rows", GRAD: "rows", BWD: "dense", REDUCE: "dense"}
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What one operation is. The engine runs it (engine/step.py); all others read here what they need to know of it.
+
+    kind: one of KINDS. meaning: for people.
+    unit: of what it does how much; its cost in a profile is per unit (simulate/costs.py counts them).
+    colour: in pictures.
+    group: of which process group it issues collectives: one lane uses each group, so that all workers have one order.
+    collective: what it waits for other workers with: "all_to_all", "all_reduce", or None: it waits for nobody.
+    reads, writes: what it touches, for the checker. "tier": one thing, whatever the batch. "routes[t]": of its batch;
+        "positions[t-1]": of the one before. "buffer[t mod 2]": one of two. "vectors[t, m]": of its micro-batch, or of all if it
+        is done once for all of them; "[t, all]", "[t, up to m]", "[t, from m]": of several.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    unit: str
+    colour: str
+    group: str | None = None
+    collective: str | None = None
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+# The one list of operations, in the order in which a serial step runs them.
+_TABLE = (
+    Operation(
+        PREFETCH,
+        LOOKUP,
+        "takes the next batch and deals its samples to micro-batches",
+        unit="sample",
+        colour="#8c8c3f",
+        writes=("batch[t]", "source of data"),
+    ),
+    Operation(
+        H2D,
+        LOOKUP,
+        "keys, dense inputs and labels to the device",
+        unit="byte of inputs",
+        colour="#c9a227",
+        reads=("batch[t]",),
+        writes=("inputs[t]",),
+    ),
+    Operation(
+        ROUTE,
+        LOOKUP,
+        "deduplicates keys, sends them to the owners of their rows",
+        unit="key",
+        colour="#8e5ea2",
+        group="keys",
+        collective="all_to_all",
+        reads=("inputs[t]",),
+        writes=("routes[t]",),
+    ),
+    Operation(
+        RETRIEVE,
+        LOOKUP,
+        "owners find or create the rows; those of a lower tier go into a buffer",
+        unit="row of the owner",
+        colour="#e07b29",
+        # positions[t-1]: to know which rows SYNC will bring. Births may take the places of rows that were given up.
+        reads=("routes[t]", "tier", "positions[t-1]"),
+        writes=("keys that have rows", "positions[t]", "buffer[t mod 2]", "given up rows", "gradients[t, all]"),
+    ),
+    Operation(
+        SYNC,
+        LOOKUP,
+        "rows that the batch before used too, from its buffer into this one's",
+        unit="row of two batches",
+        colour="#1fa187",
+        reads=("positions[t]", "buffer[t-1 mod 2]"),
+        writes=("buffer[t mod 2]",),
+    ),
+    Operation(
+        EMB,
+        COMMUNICATION,
+        "rows to the workers that asked for them",
+        unit="byte of rows",
+        colour="#4fb8d6",
+        group="rows",
+        collective="all_to_all",
+        reads=("positions[t]", "buffer[t mod 2]", "rows in memory", "given up rows"),
+        writes=("vectors[t, m]",),  # of rows that m is the first to use
+    ),
+    Operation(
+        FWD,
+        COMPUTING,
+        "the model, forward",
+        unit="forward operation",
+        colour="#2f6fb4",
+        reads=("vectors[t, up to m]", "dense weights"),
+        writes=("output[t, m]", "losses and troubles[t]"),
+    ),
+    Operation(
+        BWD,
+        COMPUTING,
+        "the model, backward; the last one begins the sum of dense gradients",
+        unit="backward operation",
+        colour="#1d3f78",
+        group="dense",
+        reads=("output[t, m]", "dense weights"),
+        # Gradients that are not finite are a trouble; [from m]: of rows that those are the last to use.
+        writes=("dense gradients", "losses and troubles[t]", "gradients[t, from m]"),
+    ),
+    Operation(
+        REDUCE,
+        COMMUNICATION,
+        "waits for the sum of dense gradients over workers",
+        unit="byte of dense gradients",
+        colour="#b7c36b",
+        group="dense",
+        collective="all_reduce",
+        writes=("dense gradients",),
+    ),
+    Operation(
+        AGREE,
+        COMMUNICATION,
+        "sums losses, weights and troubles over workers",
+        unit="step",
+        colour="#7f7f7f",
+        group="rows",
+        collective="all_reduce",
+        reads=("losses and troubles[t]",),
+        writes=("agreed[t]",),
+    ),
+    Operation(
+        GRAD,
+        COMMUNICATION,
+        "gradients of rows to their owners",
+        unit="byte of gradients",
+        colour="#3a9a4f",
+        group="rows",
+        collective="all_to_all",
+        reads=("gradients[t, m]",),
+        writes=("returned[t, m]",),
+    ),
+    Operation(
+        UPDATE,
+        COMPUTING,
+        "row optimizers, once, where the rows are",
+        unit="row of the owner",
+        colour="#c0392b",
+        reads=("agreed[t]", "returned[t, all]", "learning rates"),
+        writes=("buffer[t mod 2]", "rows in memory", "given up rows"),
+    ),
+    Operation(
+        DENSE,
+        COMPUTING,
+        "the dense optimizer, once",
+        unit="byte of dense gradients",
+        colour="#d98880",
+        reads=("agreed[t]",),
+        writes=("dense gradients", "dense weights", "learning rates"),  # a step has ended: the user may set them
+    ),
+    Operation(
+        WRITEBACK,
+        LOOKUP,
+        "updated rows to the tier where they are kept",
+        unit="row of the owner",
+        colour="#8c564b",
+        reads=("buffer[t mod 2]",),
+        writes=("agreed[t]", "tier"),  # the batch is given up
+    ),
+)
+OPERATIONS = {operation.name: operation for operation in _TABLE}
+ORDER = tuple(OPERATIONS)
+
+
+def of_kind(kind: str) -> tuple[str, ...]:
+    return tuple(name for name, operation in OPERATIONS.items() if operation.kind == kind)
+
 
 # The lane that must never starve; it is the thread that called `fit`.
 COMPUTE = "compute"
@@ -50,7 +211,7 @@ class Op(NamedTuple):
     @property
     def meets(self) -> bool:
         """Whether it waits for other workers and does little else."""
-        return self.name in GROUPS and self.name != BWD
+        return self.name in OPERATIONS and OPERATIONS[self.name].collective is not None
 
     def __str__(self) -> str:
         return f"{self.name}({self.batch})" if self.part == 0 else f"{self.name}({self.batch},{self.part})"
