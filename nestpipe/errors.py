@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -64,3 +66,14 @@ def _is_users(filename: str) -> bool:
     torch = sys.modules.get("torch")
     ours = [str(Path(module).parent) + os.sep for module in (__file__, torch and torch.__file__) if module]
     return not filename.startswith(("<", *ours))
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The tail of an error message about an unknown name."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    listed = ", ".join(sorted(known)) or "none"
+    return (
+        f"which is not known; did you mean {near[0]!r}? (known: {listed})"
+        if near
+        else f"which is not known (known: {listed})"
+    )

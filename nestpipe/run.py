@@ -29,10 +29,10 @@ from nestpipe.data import DATASETS, Dataset, reader
 from nestpipe.data.dataset import skip
 from nestpipe.engine.evaluation import judge_losses, judge_ranking
 from nestpipe.engine.step import StepResult
-from nestpipe.errors import Stopped, TrainingError
+from nestpipe.errors import Stopped, TrainingError, did_you_mean
 from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy
 from nestpipe.process import join_group
-from nestpipe.tables import Table, did_you_mean
+from nestpipe.tables import Table
 from nestpipe.trainer import FitResult, Trainer
 
 CHECKPOINT = "final"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Sequence
 
 import torch
 
+from nestpipe.errors import did_you_mean
 from nestpipe.optim import RowOptimizer, RowwiseAdagrad
 
 
@@ -221,14 +221,3 @@ def declarations(tables: Sequence[Table], features: Sequence[Feature]) -> dict[s
         for name, thing in named.items()
         for field in dataclasses.fields(thing)
     }
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The tail of an error message about an unknown name."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    listed = ", ".join(sorted(known)) or "none"
-    return (
-        f"which is not known; did you mean {near[0]!r}? (known: {listed})"
-        if near
-        else f"which is not known (known: {listed})"
-    )

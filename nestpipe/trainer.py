@@ -37,16 +37,14 @@ from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.placing import place_as_saved, place_by_first_batch
 from nestpipe.engine.step import StepOperations, StepResult, Store
 from nestpipe.engine.tuning import STEPS, Tuning
-from nestpipe.errors import TrainingError, describe, from_the_users_line
-from nestpipe.exchange.clustering import CLUSTERINGS
+from nestpipe.errors import TrainingError, describe, did_you_mean, from_the_users_line
 from nestpipe.exchange.plan import ExchangePlan, place
 from nestpipe.exchange.transport import Transport
-from nestpipe.exchange.window import MOST_PARTS
 from nestpipe.metrics import NDCG, HitRate
-from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore, StoreStats
-from nestpipe.tables import Feature, Table, declarations, did_you_mean
+from nestpipe.tables import Feature, Table, declarations
 
 log = logging.getLogger("nestpipe")
 T = TypeVar("T")
@@ -152,18 +150,11 @@ class Trainer:
         record: bool = False,
         check_freshness: bool = False,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule {schedule!r}, {did_you_mean(schedule, list(SCHEDULES))}")
+        # What does not fit together is said before anything is opened.
+        setting = Setting(schedule, micro_batches, window_cache, clustering, look_ahead)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
-        if micro_batches != "auto" and (not isinstance(micro_batches, int) or not 1 <= micro_batches <= MOST_PARTS):
-            raise ValueError(
-                f"micro_batches must be 'auto' or a whole number from 1 to {MOST_PARTS}, got {micro_batches!r}"
-            )
-        if clustering not in CLUSTERINGS:
-            raise ValueError(f"clustering {clustering!r}, {did_you_mean(clustering, list(CLUSTERINGS))}")
         process.check_timeout("data_timeout", data_timeout)
-        SCHEDULES[schedule](look_ahead=look_ahead)  # what does not fit together is said before anything is opened
         ExchangePlan(tables, features)
         process.join_group(data_timeout)
         self.group = dist.group.WORLD if dist.is_initialized() else None
@@ -196,10 +187,9 @@ class Trainer:
             dense: list[Dense] = []
             self._rows.together(lambda: dense.append(Dense(model, dense_optimizer)), what="model and dense_optimizer")
             (self._dense,) = dense
-            options = {"schedule": schedule, "micro_batches": micro_batches, "window_cache": window_cache,
-                       "clustering": clustering, "look_ahead": look_ahead, "seed": seed, "on_nonfinite": on_nonfinite,
-                       "record": record, "check_freshness": check_freshness}  # fmt: skip
-            self._rows.compare({**declarations(tables, features), **options, **self._dense.declared()})
+            options = {"seed": seed, "on_nonfinite": on_nonfinite, "record": record, "check_freshness": check_freshness}
+            told = {**declarations(tables, features), **setting.options(), **options, **self._dense.declared()}
+            self._rows.compare(told)
             if self.group is not None and self.world > 1:
                 self._dense.connect(self.group)
             plan = ExchangePlan(tables, features, place(tables, features, self.world))
@@ -216,16 +206,10 @@ class Trainer:
                 try_mixing=micro_batches != 1,
             )
             # With one worker nothing travels, so that it makes no difference who is beside whom.
-            clustering = clustering if self.world > 1 else "none"
-            self._engine_options: dict[str, Any] = {
-                "window_cache": window_cache,
-                "clustering": clustering,
-                "trace": record,
-            }
-            self._schedule, self._look_ahead = schedule, look_ahead
-            self._auto = micro_batches == "auto"
-            self._tuning = Tuning() if self._auto else None  # until it is done
-            self._set_micro_batches(1 if isinstance(micro_batches, str) else micro_batches)
+            self._setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none")
+            self._record = record
+            self._tuning = Tuning() if setting.is_auto else None  # until it is done
+            self._set_micro_batches(setting.parts)
             self._arena = Arena()
             self._told = False  # what travels how: said once, after the first batch has decided it
             self._torn: str | None = None  # why tables are in between two steps, if they are
@@ -242,8 +226,7 @@ class Trainer:
 
     def _set_micro_batches(self, count: int) -> None:
         self.micro_batches = count
-        schedule = SCHEDULES[self._schedule](micro_batches=count, look_ahead=self._look_ahead)
-        self._engine = Engine(schedule, self._ops, **self._engine_options)
+        self._engine = Engine(self._setting.cut_into(count), self._ops, trace=self._record)
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
@@ -677,7 +660,7 @@ class Trainer:
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         plan = self._ops.plan
         names = [store.table.name for store in self._stores()]
-        measured = self.micro_batches if self._auto and self._tuning is None else None
+        measured = self.micro_batches if self._setting.is_auto and self._tuning is None else None
         settings = {
             "lr_factor": self._lr_factor,
             "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
@@ -792,12 +775,5 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """What travels how, and what is overlapped, per table and stage: one line each."""
-        options = self._engine_options
-        lines = overlap(
-            self._engine.schedule,
-            self._ops.stores,
-            self._dense.device,
-            window_cache=options["window_cache"],
-            clustering=options["clustering"],
-        )
+        lines = overlap(self._engine.setting, self._ops.stores, self._dense.device)
         return [*self._ops.plan.describe(), *lines, *process.describe()]

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from nestpipe.errors import did_you_mean
 from nestpipe.optim import OPTIMIZERS, SGD, Adagrad, Adam, RowwiseAdagrad
-from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, check_declarations, did_you_mean
+from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, check_declarations
 
 
 @pytest.mark.parametrize(

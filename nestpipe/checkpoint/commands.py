@@ -10,7 +10,7 @@ import numpy as np
 
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import Manifest, table_file
-from nestpipe.tables import did_you_mean
+from nestpipe.errors import did_you_mean
 from nestpipe.tensorfile import TensorReader
 
 ROWS = 1 << 16  # of a row group in Parquet

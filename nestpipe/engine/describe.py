@@ -8,13 +8,13 @@ import torch
 
 from nestpipe.engine.step import Store
 from nestpipe.schedule import ops as op
-from nestpipe.schedule.ops import COMPUTE, Schedule, relative
+from nestpipe.schedule.ops import COMPUTE, relative
+from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
 
 
-def overlap(
-    schedule: Schedule, stores: Sequence[Store], device: torch.device, *, window_cache: bool, clustering: str
-) -> list[str]:
+def overlap(setting: Setting, stores: Sequence[Store], device: torch.device) -> list[str]:
+    schedule = setting.make()
     tasks = {task.op.name: task for task in reversed(schedule.tasks)}
 
     def how(name: str) -> str:
@@ -39,10 +39,10 @@ def overlap(
     )
     once = (
         "each row travels once"
-        if window_cache
+        if setting.window_cache
         else "a row travels for every micro-batch that uses it (no window cache)"
     )
-    split = f"{schedule.micro_batches}; samples by clustering {clustering!r}; {once}"
+    split = f"{schedule.micro_batches}; samples by clustering {setting.clustering!r}; {once}"
     if schedule.micro_batches == 1:
         split = "1: the batch is not cut"
     device_text = "nothing to do: the device is the CPU" if device.type == "cpu" else how(op.H2D)
@@ -57,8 +57,8 @@ def overlap(
         name = store.table.name
         if isinstance(store, DiskStore):
             lines.append(
-                f"  lookup of table {name!r} (disk): {how(op.RETRIEVE)}, write-back {how(op.WRITEBACK)}; rows that two "
-                f"neighbouring batches share are copied from buffer to buffer on the compute lane; {store.file.describe()}"
+                f"  lookup of table {name!r} (disk): {how(op.RETRIEVE)}, write-back {how(op.WRITEBACK)}; rows that "
+                f"two neighbouring batches share go from buffer to buffer on lane {tasks[op.SYNC].lane}; {store.file.describe()}"
             )
         else:
             lines.append(

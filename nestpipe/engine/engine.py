@@ -21,7 +21,8 @@ from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.check import require
-from nestpipe.schedule.ops import COMPUTE, Op, Schedule, Task
+from nestpipe.schedule.ops import COMPUTE, Op, Task
+from nestpipe.schedule.setting import Setting
 from nestpipe.trace.record import Event, RankTrace, wall_offset_ns
 
 TRACED = 500_000  # operations that are kept, the newest ones
@@ -33,26 +34,17 @@ Around = Callable[[Task, Callable[[], None]], None]
 class Engine:
     """`run` trains on consecutive batches; what belongs to each lives in its Context from PREFETCH to WRITEBACK.
 
-    window_cache: each row travels once per batch; False: once per micro-batch that uses it. See exchange/window.py.
-    clustering: which samples go into which micro-batch, see exchange/clustering.py.
+    setting: the schedule, and how its micro-batches are cut and their rows travel.
     trace: whether to record every operation's start and end; see `recorded`.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        ops: StepOperations,
-        *,
-        window_cache: bool = True,
-        clustering: str = "none",
-        trace: bool = False,
-    ) -> None:
-        self.schedule, self.ops = schedule, ops
+    def __init__(self, setting: Setting, ops: StepOperations, *, trace: bool = False) -> None:
+        schedule = setting.make()
+        require(schedule)
+        self.setting, self.schedule, self.ops = setting, schedule, ops
         self.around: Around | None = None
         self.stopped = False  # whether a worker has been asked to stop, as all know
         self.untrained = 0  # batches that this worker has taken and nobody has trained on, because one stopped
-        self.verdict = require(schedule)
-        self._cached, self._clustering = window_cache, clustering
         self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
         self._names = [feature.name for feature in ops.plan.features]
         self._micro_batches, self._parts = schedule.micro_batches, schedule.num_parts(op.EMB)
@@ -213,7 +205,7 @@ class Engine:
 
     def _open(self, number: int) -> Context:
         arena = self._arenas.pop() if self._arenas else Arena()
-        nothing = Window([0] * (self._micro_batches + 1), self._parts, self._cached)
+        nothing = Window([0] * (self._micro_batches + 1), self._parts, self.setting.window_cache)
         ctx = Context(number, Batch.empty(self._names), nothing, arena, has_data=False)
         try:
             batch = self._read()
@@ -233,5 +225,11 @@ class Engine:
     def _cluster(self, batch: Batch) -> tuple[np.ndarray | None, list[int]]:
         keys = self.ops.keys
         return cluster(
-            batch, self.ops.plan, self._micro_batches, self._clustering, self._dedup, rank=keys.rank, world=keys.world
+            batch,
+            self.ops.plan,
+            self._micro_batches,
+            self.setting.clustering,
+            self._dedup,
+            rank=keys.rank,
+            world=keys.world,
         )

@@ -7,7 +7,7 @@ import time
 
 from nestpipe.engine.step import StepResult
 from nestpipe.exchange.transport import Transport
-from nestpipe.exchange.window import MOST_PARTS
+from nestpipe.schedule.setting import MOST_PARTS
 
 STEPS = 10  # of each candidate; in the first few the pipeline fills, the last is told only when it has run empty
 FILL = 4

@@ -8,8 +8,7 @@ from nestpipe.batch import Batch
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels import clusters
 from nestpipe.kernels.keys import Deduplicator, owners_of, shards
-
-CLUSTERINGS = ("none", "shared", "window", "taper")
+from nestpipe.schedule.setting import CLUSTERINGS
 
 MATES = 8  # a row of at most this many samples marks them as mates: neighbours in a session, say
 EVERYWHERE = 0.02  # a row less likely than this to be missing from a micro-batch is taken to be there

@@ -6,8 +6,6 @@ import dataclasses
 
 import numpy as np
 
-MOST_PARTS = 65_536  # micro-batches that a last use can name
-
 
 @dataclasses.dataclass(frozen=True)
 class Window:

@@ -11,6 +11,7 @@ from typing import Any
 from nestpipe import trace
 from nestpipe.bench.sections import Section, markdown, to_json
 from nestpipe.config import Config, read
+from nestpipe.errors import did_you_mean
 from nestpipe.run import check_writable, write_json
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import EMB
@@ -19,7 +20,6 @@ from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.keys import Growth, zipf
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.workload import Workload, of_config
-from nestpipe.tables import did_you_mean
 
 MICRO_BATCHES = 8  # of schedules that cut the batch, where the config does not say how often
 SHOWN = 4  # workers on the timeline

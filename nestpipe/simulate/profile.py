@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestpipe.errors import did_you_mean
 from nestpipe.schedule import ops as op
 from nestpipe.simulate.network import Level, Network
-from nestpipe.tables import did_you_mean
 
 FOLDER = Path(__file__).parent / "profiles"
 

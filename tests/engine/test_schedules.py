@@ -28,9 +28,9 @@ from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.engine import Around
 from nestpipe.engine.step import Context
 from nestpipe.exchange import source
-from nestpipe.exchange.clustering import CLUSTERINGS
 from nestpipe.exchange.window import Window
 from nestpipe.schedule.ops import Task
+from nestpipe.schedule.setting import CLUSTERINGS
 from nestpipe.store import rowfile
 from nestpipe.store.disk import DiskStore
 from tests.cluster import Cluster

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch, Jagged
-from nestpipe.exchange.clustering import CLUSTERINGS, cluster, even_bounds, tapered_bounds
+from nestpipe.exchange.clustering import cluster, even_bounds, tapered_bounds
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels import clusters
 from nestpipe.kernels.keys import Deduplicator, shards
+from nestpipe.schedule.setting import CLUSTERINGS
 from nestpipe.tables import Feature, Table
 
 EVEN = ("shared", "window")

@@ -1,0 +1,91 @@
+"""A setting: all that decides in which order, and in which parts, batches are trained. Trainer, config, benches and the simulator
+share it, and ask it what they need to know instead of asking for a schedule by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from nestpipe.errors import did_you_mean
+from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.ops import COMPUTE, EMB, RETRIEVE, Schedule
+
+CLUSTERINGS = ("none", "shared", "window", "taper")
+MOST_PARTS = 65_536  # micro-batches that the last use of a row can name (exchange/window.py)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to train; the entries are explained at Trainer.
+
+    micro_batches: a number, or "auto": measured by `Trainer.fit`, which then asks for `cut_into` a number.
+    replicas: groups of workers that each hold all tables, sharded inside (2D sparse parallelism); what they update is
+        exchanged between them after every step. Simulated only: the engine has one group.
+    """
+
+    schedule: str = "serial"
+    micro_batches: int | str = 1
+    window_cache: bool = True
+    clustering: str = "window"
+    look_ahead: int | None = None
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r}, {did_you_mean(str(self.schedule), list(SCHEDULES))}")
+        count = self.micro_batches
+        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_PARTS):
+            raise ValueError(f"micro_batches must be 'auto' or a whole number from 1 to {MOST_PARTS}, got {count!r}")
+        if self.clustering not in CLUSTERINGS:
+            raise ValueError(f"clustering {self.clustering!r}, {did_you_mean(str(self.clustering), CLUSTERINGS)}")
+        self._made  # noqa: B018  (what does not fit together is said at once)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of micro-batches is still to be measured."""
+        return self.micro_batches == "auto"
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches; while they are to be measured, one."""
+        return self.micro_batches if isinstance(self.micro_batches, int) else 1
+
+    def cut_into(self, micro_batches: int) -> Setting:
+        return dataclasses.replace(self, micro_batches=micro_batches)
+
+    def make(self) -> Schedule:
+        return SCHEDULES[self.schedule](micro_batches=self.parts, look_ahead=self.look_ahead)
+
+    @functools.cached_property
+    def _made(self) -> Schedule:
+        """Of the kind, with two micro-batches: enough to see what it does with them."""
+        return SCHEDULES[self.schedule](micro_batches=2, look_ahead=self.look_ahead)
+
+    @property
+    def hides_lookups(self) -> bool:
+        """Whether rows of later batches are looked up while this one computes."""
+        return any(task.op.name == RETRIEVE and task.lane != COMPUTE for task in self._made.tasks)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether rows travel micro-batch by micro-batch, so that cutting a batch into several hides communication."""
+        return self._made.num_parts(EMB) > 1
+
+    @property
+    def is_exact(self) -> bool:
+        return self._made.stale_by == 0
+
+    @property
+    def name(self) -> str:
+        """For tables and charts."""
+        name = self.schedule if self.is_exact else f"{self.schedule} (NOT exact)"
+        if self.micro_batches != 1:
+            name += f", N = {self.micro_batches}"
+            name += "" if self.window_cache else ", no window cache"
+            name += f", clustering {self.clustering}" if self.clustering != "none" else ""
+        return name + (f", {self.replicas} replicas" if self.replicas > 1 else "")
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of Trainer."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "replicas"}
