@@ -24,8 +24,8 @@ from nestpipe import trace
 from nestpipe.batch import Batch, Jagged
 from nestpipe.checkpoint import Damaged, complete, folder_of
 from nestpipe.checkpoint import manifest as manifests
-from nestpipe.config import Built, Config, TrainSection, build
-from nestpipe.data import DATASETS, Dataset, reader
+from nestpipe.config import Built, Config, TrainSection, build, dataset_class
+from nestpipe.data import Dataset, reader
 from nestpipe.data.dataset import skip
 from nestpipe.engine.evaluation import judge_losses, judge_ranking
 from nestpipe.engine.step import StepResult
@@ -50,17 +50,13 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
         built.tables,
         built.features,
         dense_optimizer=built.dense_optimizer,
-        schedule=config.schedule.name,
-        micro_batches=config.schedule.micro_batches,
-        window_cache=config.schedule.window_cache,
-        clustering=config.schedule.clustering,
+        **config.setting.options(),
         seed=config.train.seed,
         on_nonfinite=config.train.on_nonfinite,
         data_timeout=config.train.timeout,
-        look_ahead=config.schedule.look_ahead,
         storage=storage if config.train.storage is None else Path(config.train.storage),
         record=record,
-        check_freshness=config.schedule.check_freshness,
+        check_freshness=config.check_freshness,
     )
     trainer.config = _plain(config.to_dict())
     # After the model was built: from here on every rank draws its own dropout.
@@ -218,7 +214,7 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]
         name: {**stats._asdict(), "bytes_per_row": stats.bytes_per_row} for name, stats in trainer.table_stats().items()
     }
     return {
-        "schedule": config.schedule.name,
+        "schedule": config.setting.schedule,
         "micro_batches": trainer.micro_batches,
         "workers": trainer.world,
         "steps": fitted.steps,
@@ -388,7 +384,7 @@ def _try_evaluation(trainer: Trainer, built: Built, config: Config, split: str) 
 
 
 def _reads_in_process(config: Config) -> bool:
-    parses = getattr(DATASETS[config.data["kind"]], "parses", False)
+    parses = getattr(dataset_class(config.data), "parses", False)
     return {"auto": parses, "thread": False, "process": True}[config.train.reader]
 
 

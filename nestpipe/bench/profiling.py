@@ -20,9 +20,10 @@ import torch.distributed as dist
 from nestpipe import process
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
-from nestpipe.config import Config, ScheduleSection, parse
+from nestpipe.config import Config, parse
 from nestpipe.exchange.transport import Transport
 from nestpipe.run import make_trainer
+from nestpipe.schedule import setting
 from nestpipe.schedule.ops import DENSE, REDUCE
 from nestpipe.simulate.costs import Costs, Setting
 from nestpipe.simulate.network import Level, Network
@@ -178,7 +179,7 @@ def _operations(values: dict[str, Any]) -> dict[str, Any]:
             now = dataclasses.replace(
                 config,
                 train=dataclasses.replace(config.train, batch_size=size),
-                schedule=ScheduleSection(name="serial"),
+                setting=setting.Setting("serial"),
             )
             trainer, built = make_trainer(now, storage=Path(folder) / str(size), record=True)
             source = built.data.batches("train", batch_size=size, rank=0, world=1, seed=now.train.seed)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Annotated, Any
 
-from nestpipe.errors import did_you_mean
+from nestpipe.fields import AtLeast, AtMost, OneOf, check, hints
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import COMPUTE, EMB, RETRIEVE, Schedule
 
@@ -24,21 +24,16 @@ class Setting:
         exchanged between them after every step. Simulated only: the engine has one group.
     """
 
-    schedule: str = "serial"
-    micro_batches: int | str = 1
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "serial"
+    micro_batches: Annotated[int, AtLeast(1), AtMost(MOST_PARTS)] | Annotated[str, OneOf(("auto",))] = 1
     window_cache: bool = True
-    clustering: str = "window"
+    clustering: Annotated[str, OneOf(CLUSTERINGS)] = "window"
     look_ahead: int | None = None
-    replicas: int = 1
+    replicas: Annotated[int, AtLeast(1)] = 1
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r}, {did_you_mean(str(self.schedule), list(SCHEDULES))}")
-        count = self.micro_batches
-        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_PARTS):
-            raise ValueError(f"micro_batches must be 'auto' or a whole number from 1 to {MOST_PARTS}, got {count!r}")
-        if self.clustering not in CLUSTERINGS:
-            raise ValueError(f"clustering {self.clustering!r}, {did_you_mean(str(self.clustering), CLUSTERINGS)}")
+        for name, hint in hints(Setting).items():
+            check(name, getattr(self, name), hint)
         self._made  # noqa: B018  (what does not fit together is said at once)
 
     @property

@@ -26,14 +26,14 @@ SHOWN = 4  # workers on the timeline
 
 
 def settings_of(config: Config, schedules: Sequence[str], replicas: int) -> list[Setting]:
-    asked = config.schedule.micro_batches
+    asked = config.setting.micro_batches
     cut = asked if isinstance(asked, int) and asked > 1 else MICRO_BATCHES
     found = []
     for name in schedules:
         if name not in SCHEDULES:
             raise ValueError(f"--schedules names {name!r}, {did_you_mean(name, list(SCHEDULES))}")
         if SCHEDULES[name](micro_batches=2).num_parts(EMB) > 1:
-            found.append(Setting(name, cut, config.schedule.window_cache, config.schedule.clustering, replicas))
+            found.append(Setting(name, cut, config.setting.window_cache, config.setting.clustering, replicas))
         else:
             found.append(Setting(name, replicas=replicas))
     return found
@@ -70,7 +70,7 @@ def simulate(
     from nestpipe.simulate.plot import draw  # half a second to import
 
     draw(predictions, folder / "scaling.png", title=note)
-    shown = next((one for one in settings if one.schedule == config.schedule.name), settings[-1])
+    shown = next((one for one in settings if one.schedule == config.setting.schedule), settings[-1])
     timeline(load, cluster, shown, max(counts), folder, seed=seed)
     return "\n\n".join(
         [

@@ -1,0 +1,24 @@
+"""A run described in TOML: sections [data] [model] [tables.NAME] [train] [schedule].
+
+`sections` says what may stand in each, with types and limits; `read` gives a Config of plain values, all checked; `build` makes
+the objects; `kinds` finds the classes of data and model. An entry that nobody knows is an error that names the nearest known one.
+"""
+
+from nestpipe.config.build import Built, build
+from nestpipe.config.kinds import MODELS, dataset_class
+from nestpipe.config.read import override, parse, read, read_json
+from nestpipe.config.sections import Config, TableSection, TrainSection
+
+__all__ = [
+    "MODELS",
+    "Built",
+    "Config",
+    "TableSection",
+    "TrainSection",
+    "build",
+    "dataset_class",
+    "override",
+    "parse",
+    "read",
+    "read_json",
+]

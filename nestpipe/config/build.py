@@ -1,0 +1,63 @@
+"""The objects that a Config describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from nestpipe.config.kinds import arguments, check_features, dataset_class, made, model_class
+from nestpipe.config.sections import DENSE_OPTIMIZERS, Config
+from nestpipe.config.tables import make_tables
+from nestpipe.data import Dataset
+from nestpipe.tables import Feature, Table
+
+
+@dataclasses.dataclass
+class Built:
+    data: Dataset
+    model: nn.Module
+    tables: list[Table]
+    features: list[Feature]
+    dense_optimizer: Any
+
+
+def build(config: Config) -> Built:
+    data = made("data", dataset_class(config.data), arguments(config.data))
+    check_features(data)
+    tables, features = make_tables(config.tables, data.features)
+    model = _model(config, data, tables, features)
+    make = DENSE_OPTIMIZERS[config.train.dense_optimizer]
+
+    def dense_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return make(parameters, lr=config.train.dense_lr, weight_decay=config.train.dense_weight_decay)
+
+    return Built(data, model, tables, features, dense_optimizer)
+
+
+def _model(config: Config, data: Dataset, tables: list[Table], features: list[Feature]) -> nn.Module:
+    """The model; `dim`, `features` and `num_dense` follow from tables and data unless given."""
+    kind = model_class(config.model)
+    given = arguments(config.model)
+    accepted = inspect.signature(kind).parameters
+    dims = {table.dim for table in tables}
+    if "dim" in accepted and "dim" not in given and len(dims) == 1:
+        given["dim"] = dims.pop()
+    if "features" in accepted and "features" not in given:
+        given["features"] = [feature.name for feature in features]
+    if "num_dense" in accepted and "num_dense" not in given:
+        # "valid" first: it is not shuffled, so that its first batch is at hand.
+        splits = (data.batches(split, batch_size=1, rank=0, world=1, seed=0) for split in ("valid", "train"))
+        first = next(itertools.chain.from_iterable(splits), None)
+        dense = None if first is None else first.dense.get("dense")
+        given["num_dense"] = dense.shape[1] if isinstance(dense, torch.Tensor) else 0
+    for name, parameter in accepted.items():
+        takes_any = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not takes_any and name not in given:
+            raise ValueError(f"config: model.{name} is missing")
+    torch.manual_seed(config.train.seed)
+    return made("model", kind, given)

@@ -1,0 +1,157 @@
+"""What may stand in a config: types, limits and defaults. Those of [schedule] stand at `Setting`, those of [data] and [model] at
+the classes that they name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+
+from nestpipe.data import SPLITS
+from nestpipe.errors import did_you_mean
+from nestpipe.fields import AtLeast, AtMost, NotEmpty, OneOf, check, hints
+from nestpipe.metrics import SEEN_TARGETS
+from nestpipe.optim import OPTIMIZERS
+from nestpipe.process import MOST_SECONDS
+from nestpipe.schedule.setting import Setting
+from nestpipe.tables import Table
+
+DENSE_OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Positive = Annotated[int, AtLeast(1)]
+NotNegative = Annotated[int, AtLeast(0)]
+Rate = Annotated[float, AtLeast(0), AtMost(1e30)]
+Pooling = Literal["sequence", "sum", "mean"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainSection:
+    """[train]
+
+    batch_size: samples per worker and step.
+    steps, epochs: stop after the first of the two that is given; one epoch if neither is.
+    seed: of the model, the rows and the order of data.
+    dense_optimizer, dense_lr, dense_weight_decay: of the model's own parameters.
+    lr_decay: "none", or "cosine": every learning rate falls to a twentieth over `steps`.
+    on_nonfinite: "raise" or "skip".
+    eval_split, eval_batch_size: what the run is judged on at its end; "none": it is not.
+    eval_every: steps between evaluations on "valid"; 0 means none.
+    rank_at: the k of HR@k and NDCG@k.
+    exclude_seen: leave all that a user has had out of the ranking.
+    seen_targets: a target that its user has had before: "rank" it all the same, count it as a "miss", or "skip" the sample.
+    reader: where training batches are read: "thread", "process" (one of its own), or "auto": a process for data sets that
+        parse files as they go, whose work would hold up the compute lane (`nestpipe bench reading`).
+    checkpoint_every: steps between checkpoints, which are written while training goes on; 0 means none before the end.
+    keep_checkpoints: how many stay. full_every: of so many checkpoints one is full, the others hold what changed since it.
+    checkpoints: folder for them, one that all workers see; "checkpoints" in the run folder if left out.
+    storage: folder for tables on disk, a local one of each machine; "storage" in the run folder if left out.
+    timeout: seconds a worker waits for another, or for data, before it gives up.
+    """
+
+    batch_size: Positive = 256
+    steps: Positive | None = None
+    epochs: Positive | None = None
+    seed: Annotated[int, AtLeast(0), AtMost(2**32)] = 0
+    dense_optimizer: Annotated[str, OneOf(DENSE_OPTIMIZERS)] = "adam"
+    dense_lr: Rate = 1e-3
+    dense_weight_decay: Rate = 0.0
+    lr_decay: Literal["none", "cosine"] = "none"
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    eval_split: Annotated[str, OneOf((*SPLITS, "none"))] = "test"
+    eval_batch_size: Positive = 256
+    eval_every: NotNegative = 0
+    rank_at: Annotated[tuple[Annotated[int, AtLeast(1), AtMost(1_000_000)], ...], NotEmpty()] = (10, 50)
+    exclude_seen: bool = True
+    seen_targets: Annotated[str, OneOf(SEEN_TARGETS)] = "rank"
+    reader: Literal["auto", "thread", "process"] = "auto"
+    checkpoint_every: NotNegative = 0
+    keep_checkpoints: Positive = 3
+    full_every: Positive = 1
+    checkpoints: str | None = None
+    storage: str | None = None
+    timeout: Annotated[float, AtLeast(1), AtMost(MOST_SECONDS)] = 300.0
+
+    def __post_init__(self) -> None:
+        if self.lr_decay != "none" and self.steps is None:
+            raise ValueError("config: train.lr_decay needs train.steps, to know where the end is")
+        if self.seen_targets == "miss" and not self.exclude_seen:
+            raise ValueError(
+                "config: train.seen_targets = 'miss' needs train.exclude_seen = true, which leaves them out"
+            )
+
+
+@dataclasses.dataclass(kw_only=True)
+class TableSection:
+    """[tables.NAME]; NAME may have wildcards ("C*"): then every feature of the data that fits gets a table of its own.
+
+    features: names (all with `pooling`), or {name = "sequence" | "sum" | "mean"}; the table's own name if left out.
+    memory: budget of a table with tier = "disk", over all workers: "2GB", "512MiB" or a number of bytes.
+    max_rows, evict, ttl: see Eviction. init: {normal = std} or {uniform = [low, high]}.
+    Entries of the row optimizer (lr, weight_decay, clip, eps, ...) stand beside them. Limits that are not here are Table's.
+    """
+
+    dim: int
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "rowwise_adagrad"
+    init: Any = dataclasses.field(default_factory=lambda: {"normal": 0.02})
+    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
+    tier: str = "memory"
+    memory: int | str | None = None
+    admit_after: int = 1
+    max_rare_keys: int = Table.max_rare_keys
+    max_rows: int | None = None
+    evict: Literal["lru", "lfu"] = "lru"
+    ttl: int | None = None
+    pooled_at: str = "auto"
+    owners: int | str | None = Table.owners
+    features: list[str] | dict[str, Pooling] | None = None
+    pooling: Pooling = "sequence"
+
+
+@dataclasses.dataclass
+class Config:
+    """Plain values, as TOML or JSON holds them; [schedule] gives `setting` and `check_freshness`: debug mode, checks every row
+    that is read."""
+
+    data: dict[str, Any]
+    model: dict[str, Any]
+    tables: dict[str, dict[str, Any]]
+    train: TrainSection
+    setting: Setting
+    check_freshness: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """By sections, as `parse` takes it."""
+        options = self.setting.options()
+        schedule = {"name": options.pop("schedule"), **options, "check_freshness": self.check_freshness}
+        return {
+            "data": self.data,
+            "model": self.model,
+            "tables": self.tables,
+            "train": dataclasses.asdict(self.train),
+            "schedule": schedule,
+        }
+
+
+def section(kind: type[Any], name: str, values: Mapping[str, Any]) -> Any:
+    """[name] of a config: its entries are fields of `kind`."""
+    entries = checked_entries(name, values, hints(kind))
+    for field in dataclasses.fields(kind):
+        if field.default is field.default_factory is dataclasses.MISSING and field.name not in entries:
+            raise ValueError(f"config: {name}.{field.name} is missing")
+    return kind(**entries)
+
+
+def checked_entries(name: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """known: types and limits by entry."""
+    for entry in values:
+        if entry not in known:
+            raise ValueError(f"config: {name}.{entry}, {did_you_mean(entry, list(known))}")
+    return {entry: check(f"config: {name}.{entry}", value, known[entry]) for entry, value in values.items()}
