@@ -1,10 +1,18 @@
 """nestpipe: train recommendation models with embedding tables of any size, sharded by key over all workers."""
 
-from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.errors import TrainingError
-from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
-from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform
-from nestpipe.trainer import FitResult, Trainer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from nestpipe.importing import nothing_collected
+
+if TYPE_CHECKING:
+    from nestpipe.batch import Batch, Jagged, Output
+    from nestpipe.errors import TrainingError
+    from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+    from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform
+    from nestpipe.trainer import FitResult, Trainer
 
 __version__ = "0.1.0"
 
@@ -12,3 +20,25 @@ __all__ = [
     "SGD", "Adagrad", "Adam", "Batch", "Eviction", "Feature", "FitResult", "Jagged", "Normal", "Output",
     "RowwiseAdagrad", "Table", "Trainer", "TrainingError", "Uniform",
 ]  # fmt: skip
+
+# Where each stands. Imported when it is first asked for: torch takes seconds, and `nestpipe --help` needs none of it.
+_HOMES = {
+    "batch": ("Batch", "Jagged", "Output"),
+    "errors": ("TrainingError",),
+    "optim": ("SGD", "Adagrad", "Adam", "RowwiseAdagrad"),
+    "tables": ("Eviction", "Feature", "Normal", "Table", "Uniform"),
+    "trainer": ("FitResult", "Trainer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            with nothing_collected():
+                value = globals()[name] = getattr(importlib.import_module(f"nestpipe.{home}"), name)
+            return value
+    raise AttributeError(f"module 'nestpipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,7 @@
 """nestpipe train | evaluate | checkpoint | trace | bench | report | profile | simulate | plan"""
 
+# Each command imports what it needs when it runs: torch takes seconds, and help, mistakes and a look at a run need none of it.
+
 from __future__ import annotations
 
 import argparse
@@ -11,6 +13,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from nestpipe import __version__
+from nestpipe.importing import nothing_collected
+
 SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
           "simulator", "checkpoint")  # fmt: skip
 STOPPED = 128 + 15  # as a shell tells of a program that SIGTERM has ended
@@ -20,8 +25,10 @@ LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and leaves with its exit code."""
     arguments = _parser().parse_args(argv)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where a model of one's own ("module:Class") is looked for, as python -m does
+    if (
+        os.getcwd() not in sys.path
+    ):  # where models and data of one's own ("module:Class") are looked for, as python -m does
+        sys.path.insert(0, os.getcwd())
     try:
         code = arguments.command(arguments)
     except KeyboardInterrupt:
@@ -31,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nestpipe", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"nestpipe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model described in a TOML file")
@@ -171,7 +179,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from nestpipe import config, process, run
+    with nothing_collected():
+        from nestpipe import config, process, run
 
     overrides = [*arguments.overrides, *([f"schedule.name={arguments.schedule}"] if arguments.schedule else [])]
     if not process.under_launcher():
@@ -212,7 +221,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from nestpipe import config, process, run
+    with nothing_collected():
+        from nestpipe import config, process, run
 
     saved = arguments.run / "config.json"
     if not saved.is_file():
@@ -377,7 +387,10 @@ def _rank() -> int:
 
 def _worker(work: Any) -> int:
     """Runs on each worker; an error is told by the worker that has its cause."""
-    import torch.distributed as dist
+    with nothing_collected():
+        # torch's optimizers import it when the first one is made: a third of all that a worker imports.
+        import torch._dynamo  # noqa: F401
+        import torch.distributed as dist
 
     logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.WARNING, format="%(message)s")
     code = _guard(work, _rank())
@@ -388,8 +401,7 @@ def _worker(work: Any) -> int:
 
 def _guard(work: Any, rank: int) -> int:
     """0, or 1 after telling the user what went wrong and what to do."""
-    from nestpipe.errors import TrainingError
-    from nestpipe.run import Stopped
+    from nestpipe.errors import Stopped, TrainingError
 
     try:
         work()
