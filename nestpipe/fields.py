@@ -8,7 +8,6 @@ lr_decay: Literal["none", "cosine"] = "none"
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import types
 import typing
@@ -40,8 +39,7 @@ class OneOf:
     names: Collection[str]
 
 
-@functools.cache
-def hints(kind: Callable[..., Any]) -> dict[str, Any]:
+def hints(kind: Any) -> dict[str, Any]:
     """Types and limits of a dataclass's fields, or of a function's parameters."""
     return typing.get_type_hints(kind, include_extras=True)
 

@@ -16,7 +16,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class Dataset(Protocol):
-    """A source of batches.
+    """A source of batches. A config names a class of the user's own by `data.kind = "my_module:MyData"`.
 
     features: the names in `batch.keys`.
     batches: the batches of one rank for one epoch. `batch_size` is per worker. Training samples are shuffled by (seed,

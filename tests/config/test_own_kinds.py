@@ -58,7 +58,7 @@ class Towers(nn.Module):
     def forward(self, batch, rows):
         logits = self.out(torch.cat([rows["user"], rows["item"]], 1)).squeeze(1)
         losses = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
-        return Output(losses, logits.sigmoid())
+        return Output(losses, predictions=logits.sigmoid())
 
 
 class NoBatches:
