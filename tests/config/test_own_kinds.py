@@ -190,7 +190,7 @@ def test_the_data_set_in_the_docs_trains(folder: Path) -> None:
             "cannot be imported: No module named 'no_such'. Modules are looked for in the folder",
         ),
         ("data.kind=own_kinds:", "cannot be imported: write MODULE:CLASS, as in package.module:Data"),
-        ("data.num_sample=3", "data.num_sample, .*did you mean 'num_samples'"),
+        ("data.num_sample=3", ".num_sample, .*did you mean 'num_samples'"),
     ],
 )
 def test_data_of_ones_own_that_cannot_be_is_refused_when_the_config_is_read(
