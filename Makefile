@@ -17,15 +17,15 @@ test: .venv/ready lint
 
 # Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
 grid: .venv/ready
-	$(BIN)/python -m tests.engine.grid
+	$(BIN)/python -m tests.behaviour.grid
 
 # Fifty runs that lose a worker at a random moment; half an hour.
 kill: .venv/ready
-	$(BIN)/python -m tests.kill
+	$(BIN)/python -m tests.behaviour.kill
 
 # An exception before and after every operation of a step, in every schedule; about half an hour.
 failures: .venv/ready
-	$(BIN)/python -m tests.engine.failures
+	$(BIN)/python -m tests.behaviour.failures
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -25,8 +25,8 @@ from nestpipe.checkpoint import complete, forked, manifest, problems, saving
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.checkpoint.saving import Background
 from nestpipe.tensorfile import TensorReader
+from tests.checkpoint.test_saving import FEATURES, TABLES, Model, contents, make_trainer, train
 from tests.cluster import Cluster
-from tests.test_checkpoint import FEATURES, TABLES, Model, contents, make_trainer, train
 
 NO_ROOM = OSError(28, "No space left on device")
 
@@ -624,7 +624,7 @@ SCRIPT = """
 import atexit, os, sys
 atexit.register(lambda: os._exit(int("failing" in sys.argv)))  # comes last; torch alone may take seconds to go
 from nestpipe.checkpoint import saving
-from tests.test_checkpoint import make_trainer, train
+from tests.checkpoint.test_saving import make_trainer, train
 saving.HEAD_START = 1.5  # it has not begun when the script is over
 trainer = make_trainer()
 train(trainer, 0, 3)

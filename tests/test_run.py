@@ -21,8 +21,8 @@ from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.config import Config
 from nestpipe.data import SyntheticClicks, dataset
 from nestpipe.errors import TrainingError
+from tests.behaviour.test_resume import CLICKS, SEQUENCES, configured, train, with_nan
 from tests.checkpoint.test_background import Patched
-from tests.checkpoint.test_resume import CLICKS, SEQUENCES, configured, train, with_nan
 from tests.cluster import Cluster
 from tests.test_cli import CLICKS as RECIPE
 from tests.test_cli import read

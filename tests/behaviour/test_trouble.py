@@ -14,8 +14,8 @@ import torch
 
 from nestpipe import SGD, Batch, Feature, Jagged, Table, Trainer
 from nestpipe.errors import TrainingError
+from tests.behaviour.test_schedules import STEPS, Case, Model, batches, close, make
 from tests.cluster import Cluster
-from tests.engine.test_schedules import STEPS, Case, Model, batches, close, make
 
 TROUBLE = 12  # batch at which it begins
 

@@ -23,8 +23,8 @@ from nestpipe.config import Config, parse
 from nestpipe.data import SyntheticClicks, dataset
 from nestpipe.engine.step import StepResult
 from nestpipe.errors import TrainingError
+from tests.checkpoint.test_saving import FEATURES, TABLES, Model, contents
 from tests.cluster import Cluster
-from tests.test_checkpoint import FEATURES, TABLES, Model, contents
 
 CLICKS: dict[str, Any] = {
     "data": {"kind": "synthetic_clicks", "num_features": 2, "keys_per_table": 60, "keys_per_bag": 2, "num_dense": 2,
