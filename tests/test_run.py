@@ -27,6 +27,7 @@ from tests.cluster import Cluster
 from tests.test_cli import CLICKS as RECIPE
 from tests.test_cli import read
 from tests.test_cli import run as command
+from tests.waiting import PATIENCE
 
 # -- what comes after the training -------------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class Asked:
 
     def _ask_and_wait(self) -> None:
         self._ask()
-        if not self._over.wait(60):
+        if not self._over.wait(PATIENCE):
             raise AssertionError("it was asked to stop, and goes on waiting")
 
     def _patch(self, place: Any, name: str, value: Any) -> None:
