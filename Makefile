@@ -13,7 +13,7 @@ demo: .venv/ready
 
 # CI=1: hypothesis tries the same examples every time. Without it (pytest by hand) it looks for new ones.
 test: .venv/ready lint
-	CI=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	CI=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
 grid: .venv/ready
