@@ -81,11 +81,10 @@ def test_a_contestant_stands_still_between_its_steps(schedule: str) -> None:
     for steps in (1, 3, 1):
         before_it = stepper._operations, stepper._taken, one.trainer.steps
         stepper.run(steps)
-        state, cpu = (stepper._operations, stepper._taken, one.trainer.steps), time.process_time()
+        state = stepper._operations, stepper._taken, one.trainer.steps
         assert [b - a for a, b in zip(before_it, state, strict=True)] == [tasks * steps, steps, steps]
         time.sleep(0.1)
         assert stepper.resting and (stepper._operations, stepper._taken, one.trainer.steps) == state
-        assert time.process_time() - cpu < 0.05
     stepper.close()
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="closed after 7 steps"):

@@ -26,8 +26,8 @@ from nestpipe import Trainer
 from nestpipe.checkpoint import commands
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import Damaged
+from tests.checkpoint.test_saving import contents, make_trainer, train
 from tests.cluster import Cluster
-from tests.test_checkpoint import contents, make_trainer, train
 
 FULL, CHANGES = manifests.folder_of(3), manifests.folder_of(4)
 NUM_DAMAGES, NUM_LOADED = 200, 30

@@ -230,7 +230,7 @@ def save_with_trouble(path: Path) -> None:
 
 
 def test_trouble_of_one_worker_ends_the_save_of_all_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    for kind, value in cluster.outcomes(2, save_with_trouble, tmp_path / "one", timeout=20):
+    for kind, value in cluster.outcomes(2, save_with_trouble, tmp_path / "one"):
         assert kind == "failed" and value[0] == "TrainingError"
         assert "rank 1, checkpoint: OSError: no space left" in value[1]
     assert list(tmp_path.iterdir()) == []

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from nestpipe import Batch, Table, Trainer
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import ORDER, Op, Task
+from tests.behaviour import test_schedules
+from tests.behaviour.test_schedules import Case, batches, close, make
 from tests.cluster import Cluster
-from tests.engine import test_schedules
-from tests.engine.test_schedules import Case, batches, close, make
 
 SAVED, FAILS, STEPS = 4, 7, 12
 EXACT = ("serial", "dbp", "fwp", "nested")

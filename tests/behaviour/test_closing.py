@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from nestpipe import Feature, Table, Trainer, TrainingError
 from tests.cluster import Cluster
 from tests.engine.test_dense import Tower, batch
+from tests.waiting import until
 
 FEATURE = [Feature("item", "item", "sum")]
 
@@ -89,10 +89,11 @@ def make_many(folder: str, how: str) -> list[tuple[int, int]]:
         del trainer
         gc.collect()
         if number:  # the first starts what stays: pools of torch and of the system
-            for _ in range(50):  # threads of the system take a moment to go
-                if counts and resources() <= counts[0]:
-                    break
-                time.sleep(0.1)
+            if counts:  # threads of the system take a moment to go
+                until(
+                    lambda: all(now <= first for now, first in zip(resources(), counts[0], strict=True)),
+                    "they are gone",
+                )
             counts.append(resources())
     assert not [t for t in threading.enumerate() if t.name.startswith("nestpipe-")]
     return counts

@@ -14,8 +14,8 @@ import torch
 
 from nestpipe import Batch, TrainingError
 from nestpipe.schedule.ops import Op, Task
+from tests.behaviour.test_schedules import Case, batches, close, make
 from tests.cluster import Cluster
-from tests.engine.test_schedules import Case, batches, close, make
 
 SCHEDULES = ["serial", "dbp", "fwp", "nested"]
 STEPS = 14
