@@ -285,9 +285,9 @@ class Background:
         self._leave.detach()
         failed = self._failed([text for text, _ in told], manifests.step_of(path.name))
         self._clear(_partial(path))
-        if is_full:
-            self._base = None if failed else Base(path.name, int(told[0][1], 16))
         if not failed:
+            if is_full:
+                self._base = Base(path.name, int(told[0][1], 16))
             self._since_full = 0 if is_full else self._since_full + 1
 
     def close(self) -> None:
@@ -303,8 +303,11 @@ class Background:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _failed(self, told: Sequence[str | None], step: int) -> bool:
-        """Whether a worker has told a problem; the first worker makes it known."""
+        """Whether a worker has told a problem; the first worker makes it known. The next one then is full: it must not build on
+        a folder in which something is wrong."""
         causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        if causes:
+            self._base = None
         if causes and self._transport.rank == 0:
             kept = manifests.complete(self.folder)
             newest = f"the newest is {kept[0].name}" if kept else "there is none yet"
