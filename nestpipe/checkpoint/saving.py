@@ -374,12 +374,24 @@ def _model_bytes(model: torch.nn.Module) -> bytes:
     # Clones, because the format refuses tensors that share memory: tied weights.
     weights = {n: t.detach().cpu().contiguous().clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
     extra = {name: value for name, value in state.items() if name not in weights}
-    try:
-        return tensors_to_bytes(weights, metadata={EXTRA: json.dumps(extra)})
-    except TypeError as error:
-        raise ValueError(
-            f"the model's {next(iter(extra))} ({error}) can only be saved if get_extra_state gives a tensor or what JSON holds"
-        ) from None
+    for name, value in extra.items():
+        changed = _changed_by_json(value)
+        if changed is not None:
+            raise ValueError(
+                f"the model's {name} ({changed}) can only be saved if get_extra_state gives a tensor or what JSON holds: "
+                f"numbers, text, None, lists, and dicts whose keys are text"
+            )
+    return tensors_to_bytes(weights, metadata={EXTRA: json.dumps(extra)})
+
+
+def _changed_by_json(value: Any) -> str | None:
+    """The first thing in it that JSON refuses, or gives back as something else."""
+    if isinstance(value, dict):
+        keys = (f"a key {key!r}" for key in value if not isinstance(key, str))
+        return next(keys, None) or _changed_by_json(list(value.values()))
+    if isinstance(value, list):
+        return next((changed for changed in map(_changed_by_json, value) if changed is not None), None)
+    return None if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def _writer(content: bytes) -> Callable[[Path], None]:
