@@ -95,7 +95,7 @@ def declared(store: TableStore) -> dict[str, Any]:
 
 def save(path: Path, content: Content, transport: Transport) -> None:
     """Returns when the checkpoint is there; what goes wrong on one worker is raised on all, and nothing is left of it."""
-    if transport.gather_objects(path.exists())[0]:
+    if transport.gather_objects(os.path.exists(path))[0]:
         raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
     partial = _partial(path)
     first = transport.rank == 0
