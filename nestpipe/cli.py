@@ -440,10 +440,11 @@ def _lost_contact(error: BaseException) -> bool:
 def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
     from nestpipe.run import in_words
 
-    since = f"; since it was resumed {result['session_steps']}" if result["resumed_after"] else ""
+    before = result["resumed_after"]
     print(
-        f"{result['steps']} steps{since}, {result['samples']:,} samples in {result['seconds']:.1f} s "
-        f"({result['samples_per_second']:,.0f} samples/s); loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
+        f"{result['steps']} steps{f', {before} of them before it was resumed; since then' if before else ','} "
+        f"{result['samples']:,} samples in {result['seconds']:.1f} s ({result['samples_per_second']:,.0f} samples/s); "
+        f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
     )
     for name, table in result["tables"].items():
         print(
