@@ -95,7 +95,7 @@ def declared(store: TableStore) -> dict[str, Any]:
 
 def save(path: Path, content: Content, transport: Transport) -> None:
     """Returns when the checkpoint is there; what goes wrong on one worker is raised on all, and nothing is left of it."""
-    if transport.gather_objects(path.exists())[0]:
+    if transport.gather_objects(os.path.exists(path))[0]:
         raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
     partial = _partial(path)
     first = transport.rank == 0
@@ -285,9 +285,9 @@ class Background:
         self._leave.detach()
         failed = self._failed([text for text, _ in told], manifests.step_of(path.name))
         self._clear(_partial(path))
-        if is_full:
-            self._base = None if failed else Base(path.name, int(told[0][1], 16))
         if not failed:
+            if is_full:
+                self._base = Base(path.name, int(told[0][1], 16))
             self._since_full = 0 if is_full else self._since_full + 1
 
     def close(self) -> None:
@@ -303,8 +303,11 @@ class Background:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _failed(self, told: Sequence[str | None], step: int) -> bool:
-        """Whether a worker has told a problem; the first worker makes it known."""
+        """Whether a worker has told a problem; the first worker makes it known. The next one then is full: it must not build on
+        a folder in which something is wrong."""
         causes = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        if causes:
+            self._base = None
         if causes and self._transport.rank == 0:
             kept = manifests.complete(self.folder)
             newest = f"the newest is {kept[0].name}" if kept else "there is none yet"
@@ -371,12 +374,24 @@ def _model_bytes(model: torch.nn.Module) -> bytes:
     # Clones, because the format refuses tensors that share memory: tied weights.
     weights = {n: t.detach().cpu().contiguous().clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
     extra = {name: value for name, value in state.items() if name not in weights}
-    try:
-        return tensors_to_bytes(weights, metadata={EXTRA: json.dumps(extra)})
-    except TypeError as error:
-        raise ValueError(
-            f"the model's {next(iter(extra))} ({error}) can only be saved if get_extra_state gives a tensor or what JSON holds"
-        ) from None
+    for name, value in extra.items():
+        changed = _changed_by_json(value)
+        if changed is not None:
+            raise ValueError(
+                f"the model's {name} ({changed}) can only be saved if get_extra_state gives a tensor or what JSON holds: "
+                f"numbers, text, None, lists, and dicts whose keys are text"
+            )
+    return tensors_to_bytes(weights, metadata={EXTRA: json.dumps(extra)})
+
+
+def _changed_by_json(value: Any) -> str | None:
+    """The first thing in it that JSON refuses, or gives back as something else."""
+    if isinstance(value, dict):
+        keys = (f"a key {key!r}" for key in value if not isinstance(key, str))
+        return next(keys, None) or _changed_by_json(list(value.values()))
+    if isinstance(value, list):
+        return next((changed for changed in map(_changed_by_json, value) if changed is not None), None)
+    return None if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def _writer(content: bytes) -> Callable[[Path], None]:

@@ -99,9 +99,9 @@ def test_extra_state_and_a_learning_rate_that_is_a_tensor_are_saved(cluster: Clu
         assert cluster.run(world, save_and_load, str(tmp_path / str(world))) == [(7, 0.5, True)] * world
 
 
-def save_what_cannot_be(folder: str) -> list[str]:
+def save_what_cannot_be(folder: str, kept: Any) -> list[str]:
     trainer = made(model := Counting())
-    model.kept = {1, 2}
+    model.kept = kept
     told = []
     background = trainer.checkpoints(folder)
     trainer.checkpoint(background)  # tells, and goes on
@@ -113,10 +113,23 @@ def save_what_cannot_be(folder: str) -> list[str]:
     return [*told, str(sorted(path.name for path in Path(folder).glob("*")))]
 
 
-def test_extra_state_that_cannot_be_saved_is_told_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
-    for told in cluster.run(2, save_what_cannot_be, str(tmp_path / "folder")):
-        assert "rank 0, checkpoint: the model's _extra_state" in told[0] and "what JSON holds" in told[0]
+@pytest.mark.parametrize(
+    ("kept", "what"),
+    [({1, 2}, "a set"), ({"a": [{1: 2}]}, "a key 1"), ({"a": (1, 2)}, "a tuple"), ({"a": 1, 2: 3}, "a key 2")],
+)
+def test_extra_state_that_would_not_come_back_as_it_is_is_refused_on_every_rank(
+    cluster: Cluster, tmp_path: Path, kept: Any, what: str
+) -> None:
+    for told in cluster.run(2, save_what_cannot_be, str(tmp_path / "folder"), kept):
+        assert f"rank 0, checkpoint: the model's _extra_state ({what})" in told[0] and "what JSON holds" in told[0]
         assert told[1] == "[]"
+
+
+def test_extra_state_that_has_no_digest_is_told() -> None:
+    trainer = made(model := Counting())
+    model.kept = {"a": 1, 2: 3}
+    with pytest.raises(ValueError, match=r"the model's _extra_state has no digest .*get_extra_state"):
+        trainer.digest()
 
 
 # -- all or nothing ----------------------------------------------------------------------------------------------------
