@@ -143,6 +143,71 @@ def test_trainers_that_share_a_module_keep_workers_alike(cluster: Cluster, share
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=2e-5, atol=1e-6)
 
 
+class Branched(nn.Module):
+    """Its second layer is for batches whose labels are above one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.always, self.sometimes = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Tensor:
+        layers = [self.always, self.sometimes] if batch.labels.max() > 1 else [self.always]  # type: ignore[union-attr]
+        return (sum(layer(rows["item"])[:, 0] for layer in layers) - batch.labels) ** 2
+
+
+def raised(made: Batch, by: float) -> Batch:
+    return Batch(made.keys, {}, made.labels + by)  # type: ignore[operator]
+
+
+def others_take_the_gradients(how: str) -> list[float]:
+    """Between steps somebody takes `grad` of parameters that then only one of the workers uses."""
+    model = Branched()
+    trainer = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    other = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    batches = [raised(made, 2.0 * (trainer.rank == 0)) for made in all_batches(trainer, 0, 6)]
+
+    def on_step(_: Any) -> None:
+        if how == "zero_grad":
+            model.zero_grad()
+        else:  # there, the other worker uses them
+            other.step(raised(batch(9, trainer.rank, trainer.world), 2.0 * (trainer.rank == trainer.world - 1)))
+
+    if how == "zero_grad":  # and one has no data at all in the end
+        batches = batches[: 6 if trainer.rank == 0 else 3]
+    trainer.fit(batches, on_step=on_step)
+    return weights_of(trainer)
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "another trainer"])
+def test_workers_stay_alike_when_somebody_takes_the_gradients_between_steps(cluster: Cluster, how: str) -> None:
+    first, second = cluster.run(2, others_take_the_gradients, how)
+    assert first == second
+
+
+def both_in_one_step() -> list[float]:
+    """The first worker's samples use a layer in one trainer, the second's in another; gradients must not leak between them."""
+    model, world = Branched(), dist.get_world_size() if dist.is_initialized() else 1
+    trainer = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1), micro_batches=1)
+    other = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.0), micro_batches=1)
+
+    def data(using: int) -> Batch:
+        return raised(batch(0, trainer.rank, world), 2.0 * (trainer.rank == using))
+
+    trainer.fit([data(0)] * 4, on_step=lambda _: other.step(data(1)))
+    return weights_of(trainer)
+
+
+def undisturbed() -> list[float]:
+    trainer = trainer_of(Branched(), dense_optimizer=lambda p: torch.optim.SGD(p, 0.1), micro_batches=1)
+    trainer.fit([raised(batch(0, trainer.rank, trainer.world), 2.0 * (trainer.rank == 0))] * 4)
+    return weights_of(trainer)
+
+
+def test_a_step_of_another_trainer_leaves_no_gradient_behind(cluster: Cluster) -> None:
+    assert cluster.run(2, both_in_one_step) == cluster.run(2, undisturbed)
+
+
 class WithBuffers(Tower):
     def __init__(self) -> None:
         super().__init__()
