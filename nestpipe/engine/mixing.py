@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.engine.dense import checked_output
+from nestpipe.engine.dense import checked_output, remember
 from nestpipe.engine.draws import Mark
 
 log = logging.getLogger("nestpipe")
@@ -246,19 +246,11 @@ def _select(part: Any, samples: Tensor) -> Any:
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """The generator is put back, and modes, attributes, buffers and parameters of the model: some models count calls, average
-    what they see, or take their first batch to start from. (What they change inside lists and dicts of their own stays.)"""
-    mark = Mark()
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
-    tensors = [(tensor.data, tensor.data.clone()) for tensor in (*model.parameters(), *model.buffers())]
+    """The generator is put back, and the model: some count calls, average what they see, or take their first batch to start
+    from."""
+    mark, put_back = Mark(), remember(model)
     try:
         yield
     finally:
         mark.put_back()
-        for module, before in attributes:
-            for name in module.__dict__.keys() - before.keys():
-                del module.__dict__[name]
-            module.__dict__.update(before)
-        for tensor, values in tensors:
-            if not torch.equal(tensor, values):
-                tensor.copy_(values)
+        put_back()

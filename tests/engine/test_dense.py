@@ -213,10 +213,11 @@ class WithBuffers(Tower):
         super().__init__()
         draw = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
         self.register_buffer("scale", torch.rand(1, generator=draw), persistent=False)
+        self.register_buffer("expanded", torch.rand(1, 3, generator=draw).expand(2, 3))
         self.strided = nn.Parameter(torch.rand(3, 2, generator=draw).t())
 
     def values(self) -> list[float]:
-        return [*self.scale.tolist(), *self.strided.detach().reshape(-1).tolist()]  # type: ignore[operator]
+        return torch.cat([t.detach().reshape(-1) for t in (self.scale, self.expanded, self.strided)]).tolist()
 
 
 def broadcast() -> list[float]:
@@ -225,7 +226,7 @@ def broadcast() -> list[float]:
     return model.values()
 
 
-def test_buffers_that_are_not_saved_and_strided_parameters_are_made_equal_too(cluster: Cluster) -> None:
+def test_buffers_that_are_not_saved_or_expanded_and_strided_parameters_are_made_equal_too(cluster: Cluster) -> None:
     first, second = cluster.run(2, broadcast)
     assert first == second
 
@@ -258,6 +259,22 @@ def test_a_loss_that_nothing_can_learn_from_is_refused_on_every_rank(cluster: Cl
 def test_an_optimizer_that_is_none_is_refused_with_an_example() -> None:
     with pytest.raises(TrainingError, match=r"dense_optimizer returned NoneType; .* torch.optim.Adam"):
         trainer_of(Tower(), dense_optimizer=lambda p: None)
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused() -> None:
+    model, copy = Tower(), Tower()
+    temperature = nn.Parameter(torch.zeros(7))
+    for make, told in (
+        (lambda p: torch.optim.SGD(copy.parameters(), 0.1), r"parameter 0 of group 0 .* is not the model's"),
+        (
+            lambda p: torch.optim.SGD([*p, temperature], 0.1),
+            r"parameter 4 of group 0 .* of shape \(7,\), is not the model's",
+        ),
+        (lambda p: torch.optim.SGD([{"params": []}], 0.1), "the dense optimizer has no parameters"),
+    ):
+        with pytest.raises(TrainingError, match=told):
+            trainer_of(model, dense_optimizer=make)
+    trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p[1:3], 0.1))  # some of them are enough
 
 
 def test_a_lazy_module_is_refused_before_it_is_used() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +212,32 @@ class CountsCalls(Alone):
         return super().loss(x * self.factor, y, batch)
 
 
+class Remembers(Alone):
+    """Keeps what it has seen, in each of the ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("swapped", torch.zeros(2))
+        self.plain, self.last, self.recent, self.by_size = torch.zeros(()), [0.0], deque([0.0], maxlen=3), {"size": 0}
+        self.draw = torch.Generator().manual_seed(5)
+
+    def loss(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        seen = x.detach().mean()
+        self.average = 0.9 * self.average + 0.1 * seen  # another tensor each time
+        self.swapped.data = self.swapped + seen
+        self.plain += 1
+        self.last[0] = float(seen)
+        self.recent.append(float(seen))
+        self.by_size["size"] += batch.size
+        noise = torch.rand(len(x), generator=self.draw) if self.training else 0
+        return super().loss(x + self.average + noise, y, batch)
+
+    def kept(self) -> Any:
+        tensors = [self.average.tolist(), self.swapped.tolist(), self.plain.tolist(), self.draw.get_state().tolist()]
+        return [*tensors, self.last, list(self.recent), self.by_size]
+
+
 BY_THEMSELVES = [
     Alone,
     Dropped,
@@ -398,7 +425,7 @@ def test_a_model_that_fails_says_so_itself(caplog: pytest.LogCaptureFixture) -> 
 # -- unnoticed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Dropped, Noisy, CountsCalls])
+@pytest.mark.parametrize("kind", [Dropped, Noisy, CountsCalls, Remembers])
 def test_looking_for_a_mix_changes_nothing(kind: type[nn.Module]) -> None:
     """Not the random numbers that training draws, nor what the model keeps, nor which of its modules are in training."""
 
@@ -409,7 +436,8 @@ def test_looking_for_a_mix_changes_nothing(kind: type[nn.Module]) -> None:
         trainer = trainer_of(model)
         trainer.fit([uneven()] * 3)
         modes = [module.training for module in model.modules()]
-        return trainer.digest(), getattr(model, "calls", None), modes
+        kept = model.kept() if isinstance(model, Remembers) else getattr(model, "calls", None)
+        return trainer.digest(), kept, modes
 
     class Trusted(kind):  # type: ignore[misc, valid-type]
         mixes_samples = False
