@@ -105,6 +105,52 @@ class WeightsThatAddUpToOne(Alone):
         return Output(super().loss(x, y, batch), lengths / lengths.sum().clamp(min=1))
 
 
+class OfDenseInputs(Alone):
+    """What is mixed is little, and not made of rows."""
+
+    def loss(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        dense, labels = batch.dense["x"], batch.labels
+        assert isinstance(dense, Tensor) and labels is not None
+        return super().loss(x + y + dense.mean(1) + self.of_others(dense, labels), labels, batch)
+
+    def of_others(self, dense: Tensor, labels: Tensor) -> Any:
+        return 0.0
+
+
+class WeakContrast(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        return 0.001 * functional.cross_entropy(dense @ dense.T, torch.arange(len(dense)), reduction="none")
+
+
+class LessTheMean(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        return -0.005 * dense.mean()
+
+
+class InGradientOnly(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        mean = (dense @ self.out.weight.T).mean()
+        return mean - mean.detach()
+
+
+class OfListsInTheBatch(OfDenseInputs):
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Any:
+        times = batch.dense["times"]
+        assert isinstance(times, Jagged)
+        return super().forward(batch, rows) + 1e-3 * times.sum().sum()
+
+
+class LessTheMeanOfLabels(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        return 0.005 * labels.mean()
+
+
+class InputsChangedInPlace(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Any:
+        dense[:, 0] += 1.0
+        return dense.mul_(1.0).sum(1) + torch.from_numpy(labels.numpy())
+
+
 class ZeroAtFirst(MeanOverPadding):
     """The first update makes it see its rows."""
 
@@ -314,6 +360,42 @@ def test_an_undeclared_mix_is_refused_before_anything_is_updated(
     assert torch.equal(trainer.rows("item", torch.arange(50)), rows)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def with_inputs(size: int = 8) -> Batch:
+    draw, batch = torch.Generator().manual_seed(size), uneven(size)
+    lists = [[float(size + i)] * (i % 3) for i in range(size)]
+    times = Jagged.from_lists(lists, dtype=torch.float32)
+    dense = {"x": torch.randn(size, DIM, generator=draw), "times": times, "large": 1e6 * torch.ones(size)}
+    return Batch(batch.keys, dense, torch.rand(size, generator=draw))
+
+
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [
+        (WeakContrast, "the dense input 'x'"),
+        (LessTheMean, "the dense input 'x'"),
+        (InGradientOnly, "the dense input 'x'"),
+        (OfListsInTheBatch, "the dense input 'times'|sample"),
+        (LessTheMeanOfLabels, "the labels"),
+    ],
+)
+def test_a_weak_mix_through_dense_inputs_or_labels_is_found(kind: type[nn.Module], by: str) -> None:
+    for size in (8, 64):
+        with pytest.raises(TrainingError, match=f"batch 0: the loss of a sample depends on.*({by})"):
+            trainer_of(kind()).fit([with_inputs(size)])
+
+
+@pytest.mark.parametrize("kind", [OfDenseInputs, InputsChangedInPlace])
+def test_dense_inputs_of_samples_by_themselves_are_trained_with_without_a_word(
+    caplog: pytest.LogCaptureFixture, kind: type[nn.Module]
+) -> None:
+    for size in (2, 8, 70):
+        batch, before = with_inputs(size), with_inputs(size)
+        assert trainer_of(kind()).fit([batch]).steps == 1
+        added = batch.dense["x"][:, 0] - before.dense["x"][:, 0]  # type: ignore[index]
+        torch.testing.assert_close(added, torch.full_like(added, float(kind is InputsChangedInPlace)))
+    assert not warnings(caplog)
 
 
 @pytest.mark.parametrize("options", [{"micro_batches": 8}, {"micro_batches": "auto"}, {"micro_batches": 100}])
