@@ -73,8 +73,8 @@ def load(
 
 
 def _alike(transport: Transport, work: Callable[[], T]) -> T:
-    """What goes wrong on a worker is raised on all. Where a checkpoint is to blame, in the words of the first: files are mostly the
-    same for all of them."""
+    """What goes wrong on a worker is raised on all. Where a checkpoint is to blame, in the words of the first: files are mostly
+    the same for all of them."""
     problem: Exception | None = None
     try:
         result = work()

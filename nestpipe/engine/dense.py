@@ -154,11 +154,11 @@ def remember(model: nn.Module) -> Callable[[], None]:
                 (value.extend if isinstance(value, (list, collections.deque)) else value.update)(content)
         for generator, state in generators:
             generator.set_state(state)
-        for tensor, data, content in contents:
+        for tensor, data, numbers in contents:
             if tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
-            if not torch.equal(data, content):
-                data.copy_(content)
+            if not torch.equal(data, numbers):
+                data.copy_(numbers)
 
     return put_back
 

@@ -68,8 +68,9 @@ class SourceDraws(TorchDispatchMode):
 
 def _has_own_generator(*arguments: Any) -> bool:
     # An operation gets the global one as another object of the same address.
-    shared = torch.default_generator._cdata
-    return any(isinstance(value, torch.Generator) and value._cdata != shared for value in arguments)
+    shared = torch.default_generator._cdata  # type: ignore[attr-defined]
+    given = [value for value in arguments if isinstance(value, torch.Generator)]
+    return any(generator._cdata != shared for generator in given)  # type: ignore[attr-defined]
 
 
 def watched(batches: Iterable[T], *, tell: Callable[[str], object]) -> Iterator[T]:

@@ -5,7 +5,7 @@ micro-batches; `False` is taken at its word. If it says nothing, it is tried on 
 
 The trial asks two things of some of the samples of a batch. Are their losses the same without the others? And have they a
 gradient with respect to rows, dense inputs or labels of the others? The first sees what depends on the number, the lengths or
-the statistics of other samples, the second what depends on their numbers, however little and whatever the model draws at random. Both are asked
+the statistics of other samples, the second what depends on their numbers, however little and whatever is drawn. Both are asked
 of the batch as it is, and of made-up ones in which a mix shows better: rows are born small, and lists of a first batch may all
 have one length, so there rows have unit size, and then some lists are cut short. To a model that treats each sample by itself
 all of this is one and the same.
