@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from nestpipe import Batch, Jagged, Trainer, process
-from nestpipe.checkpoint import complete, forked, manifest, problems, saving
+from nestpipe.checkpoint import background, complete, forked, manifest, problems, saving
+from nestpipe.checkpoint.background import Background
 from nestpipe.checkpoint.manifest import folder_of
-from nestpipe.checkpoint.saving import Background
 from nestpipe.tensorfile import TensorReader
 from tests.cluster import Cluster
 from tests.test_checkpoint import FEATURES, TABLES, Model, contents, make_trainer, train
@@ -409,7 +409,7 @@ def test_a_checkpoint_that_does_not_end_is_not_waited_for_when_leaving(
     train(trainer, 0, 1)
     checkpoints = trainer.checkpoints(tmp_path)
     told = listening(checkpoints)
-    monkeypatch.setattr(saving, "QUIET", 0.2)
+    monkeypatch.setattr(background, "QUIET", 0.2)
     with instead_of_writing(lambda *_: time.sleep(60), trainer):
         trainer.checkpoint(checkpoints)
     begin = time.monotonic()
@@ -452,7 +452,7 @@ def test_waiting_long_for_a_checkpoint_is_told_once(tmp_path: Path, monkeypatch:
     train(trainer, 0, 1)
     checkpoints = trainer.checkpoints(tmp_path)
     told = listening(checkpoints)
-    monkeypatch.setattr(saving, "SILENCE", 0.1)
+    monkeypatch.setattr(background, "SILENCE", 0.1)
     with instead_of_writing(lambda rank, path: time.sleep(0.1), trainer):
         trainer.checkpoint(checkpoints)
     checkpoints.wait()
@@ -623,9 +623,9 @@ def test_a_checkpoint_whose_base_was_tidied_away_is_followed_by_a_full_one(tmp_p
 SCRIPT = """
 import atexit, os, sys
 atexit.register(lambda: os._exit(int("failing" in sys.argv)))  # comes last; torch alone may take seconds to go
-from nestpipe.checkpoint import saving
+from nestpipe.checkpoint import background
 from tests.test_checkpoint import make_trainer, train
-saving.HEAD_START = 1.5  # it has not begun when the script is over
+background.HEAD_START = 1.5  # it has not begun when the script is over
 trainer = make_trainer()
 train(trainer, 0, 3)
 print(trainer.digest(), flush=True)
@@ -684,9 +684,9 @@ def test_a_part_that_never_comes_is_not_waited_for_for_ever_and_that_is_told(
     train(trainer, 0, 1)
     checkpoints = trainer.checkpoints(tmp_path)
     told = listening(checkpoints)
-    monkeypatch.setattr(saving, "_wait_for_all", lambda *_: time.sleep(60))
-    monkeypatch.setattr(saving, "QUIET", 1.0)
-    monkeypatch.setattr(saving, "WORD", 0.1)
+    monkeypatch.setattr(background, "wait_for_all", lambda *_: time.sleep(60))
+    monkeypatch.setattr(background, "QUIET", 1.0)
+    monkeypatch.setattr(background, "WORD", 0.1)
     trainer.checkpoint(checkpoints)
     pid = child_of(checkpoints)._pid
     del trainer, checkpoints
@@ -706,7 +706,7 @@ def test_after_an_error_one_of_which_nothing_more_is_written_is_given_up_soon(
     train(trainer, 0, 1)
     checkpoints = trainer.checkpoints(tmp_path)
     told = listening(checkpoints)
-    monkeypatch.setattr(saving, "LEAVING", 0.2)
+    monkeypatch.setattr(background, "LEAVING", 0.2)
     with instead_of_writing(lambda *_: time.sleep(60), trainer):
         trainer.checkpoint(checkpoints)
     try:
