@@ -14,6 +14,7 @@ from nestpipe.checkpoint.background import Background
 from nestpipe.checkpoint.loading import Loaded, load, set_torch_rng
 from nestpipe.checkpoint.manifest import Base, Damaged, complete, folder_of, problems
 from nestpipe.checkpoint.saving import Content, save
+from nestpipe.checkpoint.settings import Settings
 
 __all__ = [
     "Background",
@@ -21,6 +22,7 @@ __all__ = [
     "Content",
     "Damaged",
     "Loaded",
+    "Settings",
     "complete",
     "folder_of",
     "load",

@@ -262,7 +262,7 @@ def _not_ours(folder: Path, run: str | None, step: int) -> str | None:
                 f"from there; or {other}"
             )
         with contextlib.suppress(Damaged):
-            if manifests.read(path).settings.get("run") != run:
+            if manifests.read(path).settings.run != run:
                 return f"{folder} has checkpoints of another run ({path.name}): {other}"
     return None
 

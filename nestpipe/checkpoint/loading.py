@@ -141,20 +141,19 @@ def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport
             _load_unchanged(chain, store, transport)
         # The last step is the last one that was trained on.
         store.resume(updates=saved[store.table.name]["updates"], step=max(0, newest.step - 1))
-    return Loaded(newest.step, newest.settings, [int(state["position"]) for state in states], rng)
+    return Loaded(newest.step, newest.settings.to_json(), [int(state["position"]) for state in states], rng)
 
 
 def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> list[int] | None:
     """The workers that held a table, or all if there were others; None if that was still to be decided."""
-    owners = manifest.settings["owners"].get(store.table.name)
+    owners = manifest.settings.owners.get(store.table.name)
     return owners if owners is None or manifest.world == transport.world else list(range(transport.world))
 
 
 def _writers(manifest: Manifest, store: TableStore, transport: Transport) -> list[int]:
     """Workers whose files may hold rows of this one: all of them, unless it has the same part now as then."""
-    same = manifest.world == transport.world and manifest.settings.get("owners", {}).get(store.table.name) == (
-        store.owners.tolist()
-    )
+    owners = manifest.settings.owners.get(store.table.name)
+    same = manifest.world == transport.world and owners == store.owners.tolist()
     return [transport.rank] if same else list(range(manifest.world))
 
 

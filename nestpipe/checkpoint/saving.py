@@ -36,6 +36,7 @@ from nestpipe.checkpoint.manifest import (
     table_file,
     write_durably,
 )
+from nestpipe.checkpoint.settings import Settings
 from nestpipe.engine.dense import Dense
 from nestpipe.errors import TrainingError
 from nestpipe.exchange.transport import Transport
@@ -244,7 +245,8 @@ def finish(partial: Path, path: Path, content: Content, world: int) -> int:
     for rank in range(world):
         done_file(partial, rank).unlink()
     tables = [declared(store) for store in content.stores]
-    crc = manifests.write(Manifest(partial, content.step, world, tables, content.settings, files, content.base))
+    settings = Settings(**content.settings)
+    crc = manifests.write(Manifest(partial, content.step, world, tables, settings, files, content.base))
     partial.rename(path)
     sync_folder(path.parent)
     return crc

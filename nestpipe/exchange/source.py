@@ -153,7 +153,7 @@ class SourceRoute:
         given = ONES if jagged.weights is None else jagged.weights.detach().float().contiguous().numpy()
         weights = self._arena.take(f"weights {feature.name}", len(jagged.values), np.float32)
         if feature.pooling == "mean":
-            mean_weights(jagged.offsets.numpy(), given, 0, weights)
+            mean_weights(jagged.offsets.numpy(), given, weights)
         else:
             weights[:] = given if feature.pooling and len(given) else 1.0
         return weights

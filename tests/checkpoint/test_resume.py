@@ -299,7 +299,7 @@ def test_a_checkpoint_has_the_configuration_of_its_run(tmp_path: Path) -> None:
     config = configured(train={"full_every": 2})
     train(config, tmp_path)
     for path in [*complete(tmp_path / "checkpoints"), tmp_path / "final"]:
-        assert manifest.read(path).settings["config"] == json.loads((tmp_path / "config.json").read_text())
+        assert manifest.read(path).settings.config == json.loads((tmp_path / "config.json").read_text())
         said = inspect(path).splitlines()
         assert any(line.startswith("config [train]: batch_size = 16, steps = 12,") for line in said), said
         assert 'config [data]: kind = "synthetic_clicks"' in "\n".join(said)

@@ -14,7 +14,7 @@ from nestpipe.store import chunks
 from nestpipe.store.memory import MemoryStore
 from nestpipe.tables import Eviction, Normal, Table, Uniform
 from tests.kernels.cases import EXTREMES, int64, key_with_hash, one_each, same_bits
-from tests.store.model import ModelStore, OverBudget, Row, first_values
+from tests.store.model import ModelStore, OverBudget, Row, first_values, restore
 
 few = settings(max_examples=60, deadline=None)
 
@@ -60,15 +60,8 @@ def own_keys(store: MemoryStore) -> list[int]:
 
 def copy_of(store: MemoryStore) -> MemoryStore:
     """A new store, restored from everything that a checkpoint holds."""
-    (keys, positions), (shared, shared_positions) = store.items(), store.shared_items()
     other = MemoryStore(store.table, seed=7)
-    other.restore(
-        (keys, store.records(positions)),
-        (shared, store.records(shared_positions)),
-        store.sightings(),
-        updates=store.updates,
-        step=store.directory.step,
-    )
+    restore(store, into=other)
     return other
 
 
@@ -544,9 +537,9 @@ def test_the_digest_changes_with_any_value_state_or_key() -> None:
 
 
 def restored(store: MemoryStore, keys: np.ndarray, records: np.ndarray) -> MemoryStore:
-    other, nothing = MemoryStore(store.table, seed=7), int64([])
-    no_records = np.empty((0, records.shape[1]), np.float32)
-    other.restore((keys, records), (nothing, no_records), (nothing, nothing), updates=store.updates, step=2)
+    other = MemoryStore(store.table, seed=7)
+    other.put(keys, records)
+    other.resume(updates=store.updates, step=2)
     return other
 
 
