@@ -64,7 +64,7 @@ def child_of(background: Background) -> forked.Child:
 
 
 def leftovers(folder: Path) -> list[str]:
-    return sorted(one.name for one in folder.iterdir() if not one.name.startswith("step-"))
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("step-"))
 
 
 def listening(background: Background) -> list[str]:
@@ -125,7 +125,7 @@ def save_slowly(folder: Path, tier: str) -> dict[str, Any]:
             overlapped += not (folder / "saved" / folder_of(trainer.steps - 1)).exists()
             checkpoints.wait()
             listed.append([path.name for path in complete(folder / "saved")])
-    found = {
+    seen = {
         "digests": digests,
         "states": states,
         "listed": listed,
@@ -135,24 +135,24 @@ def save_slowly(folder: Path, tier: str) -> dict[str, Any]:
         "stalls": checkpoints.stalls,
     }
     trainer.close()
-    return found
+    return seen
 
 
 def load_all(folder: Path, tier: str) -> dict[int, tuple[str, Any]]:
-    found = {}
+    loaded = {}
     for path in complete(folder / "saved"):
         trainer = trainer_on(tier, folder)
         trainer.load(path)
-        found[trainer.steps] = trainer.digest(), contents(trainer)
+        loaded[trainer.steps] = trainer.digest(), contents(trainer)
         trainer.close()
-    return found
+    return loaded
 
 
 def num_keys_and_records(path: Path, table: str) -> tuple[int, int]:
     keys = records = 0
     for file in path.glob(f"table-{table}.*"):
-        with TensorReader(file) as one:
-            keys, records = keys + one.shape("keys")[0], records + one.shape("records")[0]
+        with TensorReader(file) as reader:
+            keys, records = keys + reader.shape("keys")[0], records + reader.shape("records")[0]
     return keys, records
 
 
@@ -437,10 +437,10 @@ def fail_in_the_first_table(folder: Path) -> list[bool]:
     while child.is_running():
         time.sleep(0.01)
     undos = [store.file._undo for store in trainer._ops.stores]  # type: ignore[union-attr]
-    found = [undo is not None and undo.wanted() for undo in undos]
+    wanted = [undo is not None and undo.wanted() for undo in undos]
     checkpoints.wait()
     trainer.close()
-    return found
+    return wanted
 
 
 def test_nothing_is_kept_for_a_checkpoint_that_has_failed(cluster: Cluster, tmp_path: Path) -> None:

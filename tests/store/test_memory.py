@@ -83,12 +83,12 @@ def test_a_row_is_born_with_values_of_its_seed_table_and_key(dtype: torch.dtype,
 
 def test_first_values_are_the_same_in_another_order_batch_and_number_of_workers() -> None:
     keys = [*EXTREMES, *range(100, 160)]
-    one, other = MemoryStore(make_table(), seed=7), MemoryStore(make_table(), seed=7, owners=np.arange(5))
-    one.resolve(int64(keys), 0)
+    alone, other = MemoryStore(make_table(), seed=7), MemoryStore(make_table(), seed=7, owners=np.arange(5))
+    alone.resolve(int64(keys), 0)
     for step, part in enumerate(np.array_split(int64(keys[::-1]), 9)):
         other.resolve(part, step)
-    assert same_bits(values_of(one, keys), values_of(other, keys))
-    assert one.digest() == other.digest()
+    assert same_bits(values_of(alone, keys), values_of(other, keys))
+    assert alone.digest() == other.digest()
 
 
 def test_first_values_differ_by_seed_and_by_table_name() -> None:
@@ -544,11 +544,11 @@ def restored(store: MemoryStore, keys: np.ndarray, records: np.ndarray) -> Memor
 
 
 def test_the_digest_does_not_change_with_the_order_of_births_or_with_uses() -> None:
-    one, other = (MemoryStore(make_table(eviction=Eviction(ttl=99)), seed=7) for _ in range(2))
-    one.resolve(np.arange(50), 0)
+    forwards, other = (MemoryStore(make_table(eviction=Eviction(ttl=99)), seed=7) for _ in range(2))
+    forwards.resolve(np.arange(50), 0)
     other.resolve(np.arange(50)[::-1].copy(), 0)
     other.resolve(np.arange(50), 1)
-    assert one.digest() == other.digest()
+    assert forwards.digest() == other.digest()
 
 
 def test_stats_count_rows_and_the_bytes_of_records_and_index() -> None:
