@@ -144,7 +144,7 @@ def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport
     return Loaded(newest.step, newest.settings.to_json(), [int(state["position"]) for state in states], rng)
 
 
-def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> list[int] | None:
+def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> Sequence[int] | None:
     """The workers that held a table, or all if there were others; None if that was still to be decided."""
     owners = manifest.settings.owners.get(store.table.name)
     return owners if owners is None or manifest.world == transport.world else list(range(transport.world))

@@ -26,6 +26,7 @@ from nestpipe.kernels.jit import kernel
 
 _LENGTHS = ("fixed", "geometric", "lognormal")
 _FIRST_SECOND = 1_600_000_000
+_QUANTILES = 4096  # of lengths
 # What a stream is for; each purpose has its own, so that adding draws to one does not change another.
 _WALK, _LENGTH, _NEGATIVES = 0, 1, 2
 
@@ -164,11 +165,11 @@ class SyntheticSequences(Synthetic):
         )
 
 
-def length_quantiles(kind: str, mean: float, shortest: int, longest: int, *, count: int = 4096) -> np.ndarray:
-    """The lengths at `count` evenly spaced quantiles: drawing one is a table lookup."""
-    u = (np.arange(count) + 0.5) / count
+def length_quantiles(kind: str, mean: float, shortest: int, longest: int) -> np.ndarray:
+    """The lengths at evenly spaced quantiles: drawing one is a table lookup."""
+    u = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     if kind == "fixed":
-        lengths = np.full(count, mean)
+        lengths = np.full(_QUANTILES, mean)
     elif kind == "geometric":
         extra = mean - shortest
         lengths = shortest + (np.floor(np.log1p(-u) / np.log(extra / (extra + 1))) if extra > 0 else 0 * u)
