@@ -436,7 +436,7 @@ def fail_in_the_first_table(folder: Path) -> list[bool]:
     child = child_of(checkpoints)
     while child.is_running():
         time.sleep(0.01)
-    undos = [store.file._undo for store in trainer._ops.stores]  # type: ignore[union-attr]
+    undos = [store.file._undo for store in trainer.stores]  # type: ignore[union-attr]
     wanted = [undo is not None and undo.wanted() for undo in undos]
     checkpoints.wait()
     trainer.close()

@@ -344,7 +344,7 @@ def test_a_key_whose_row_is_nowhere_is_found_though_every_checksum_is_right(copy
     trainer = make_trainer()
     with pytest.raises(Damaged, match="has no row for 2 of its keys"):
         trainer.load(path)
-    assert all(len(store) == 0 for store in trainer._stores()), "nothing is loaded of it"
+    assert all(len(store) == 0 for store in trainer.stores), "nothing is loaded of it"
     with pytest.raises(Damaged, match="has no row for 2 of its keys"):
         commands.export(path, "plain", tmp_path / "rows.parquet")
 

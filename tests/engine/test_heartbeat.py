@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -78,14 +79,17 @@ def test_a_stopped_worker_is_named_and_training_goes_on_when_it_does(cluster: Cl
 
 
 def held_up(where: str) -> bool:
-    """Rank 1 is busy with something: in its on_step, or outside of the trainer. It, or rank 0, tells so; then it goes on."""
+    """Rank 1 is busy with something: in its on_step, in the data of an evaluation, or outside of the trainer. It, or rank 0,
+    tells so; then it goes on."""
     trainer, told = make(late=0.5)
     fit(trainer, 3)
     named = threading.Event()
-    fragment = (
-        "rank 1 has been in on_step(4) for" if where == "on_step" else "rank 1 is alive but in no call of the trainer"
-    )
-    teller = 1 if where == "on_step" else 0
+    fragment = {
+        "on_step": "rank 1 has been in on_step(4) for",
+        "evaluate": "rank 1 has been in evaluate for",
+        "outside": "rank 1 is alive but in no call of the trainer",
+    }[where]
+    teller = 0 if where == "outside" else 1
 
     def watch() -> None:
         if told.wait_for(fragment):
@@ -93,7 +97,15 @@ def held_up(where: str) -> bool:
 
     if trainer.rank == teller:
         threading.Thread(target=watch, daemon=True).start()
-    if trainer.rank == 1:
+    if where == "evaluate":
+
+        def late() -> Iterator[Any]:
+            if trainer.rank == 1:
+                named.wait(60)
+            yield batch(0, trainer.rank, trainer.world)
+
+        trainer.evaluate(late(), {})
+    elif trainer.rank == 1:
 
         def on_step(result: Any) -> None:
             if result.step == 4 and where == "on_step":
@@ -109,7 +121,7 @@ def held_up(where: str) -> bool:
     return result
 
 
-@pytest.mark.parametrize("where", ["on_step", "outside"])
+@pytest.mark.parametrize("where", ["on_step", "evaluate", "outside"])
 def test_a_worker_that_is_busy_with_something_else_is_named(cluster: Cluster, where: str) -> None:
     assert cluster.run(2, held_up, where) == [True, True]
 

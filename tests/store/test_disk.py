@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -488,13 +489,18 @@ def test_two_runs_in_one_folder_are_refused_and_one_after_the_other_is_fine(make
     store = make()
     train(store, list(range(50)), 0)
     before = store.digest()
-    with pytest.raises(ValueError, match=r"item\.0\.rows is in use by another run; give each run a folder"):
-        make()
     make(rank=1)  # another worker has a file of its own
+    beside = make()  # so has another trainer of the same process
+    train(beside, list(range(20)), 0)
     assert store.digest() == before
+    beside.close()
     store.close()
     store.close()
-    assert not store.file.path.exists()
+    assert not store.file.path.exists() and not beside.file.path.exists()
+    with (tmp_path / "item.0.rows").open("wb") as other:  # as another process has it
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"item\.0\.rows is in use by another run; give each run a folder"):
+            make()
     (tmp_path / "item.0.rows").write_bytes(b"left by a run that was killed" * 1000)
     again = make()
     assert (tmp_path / "item.0.rows").stat().st_size == 0
