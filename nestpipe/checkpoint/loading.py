@@ -7,7 +7,7 @@ import base64
 import binascii
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from nestpipe.checkpoint.manifest import (
     table_file,
 )
 from nestpipe.checkpoint.saving import declared
+from nestpipe.checkpoint.settings import Settings
 from nestpipe.engine.dense import Dense, remember
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import owners_of, shards
@@ -43,7 +44,7 @@ class Loaded:
     torch_rng: of this worker, where there were as many workers then."""
 
     step: int
-    settings: Mapping[str, Any]
+    settings: Settings
     positions: Sequence[int]
     torch_rng: bytes | None
 
@@ -171,17 +172,16 @@ def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport
         store.resume(updates=saved[store.table.name]["updates"], step=max(0, newest.step - 1))
 
 
-def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> list[int] | None:
+def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> Sequence[int] | None:
     """The workers that held a table, or all if there were others; None if that was still to be decided."""
-    owners = manifest.settings["owners"].get(store.table.name)
+    owners = manifest.settings.owners.get(store.table.name)
     return owners if owners is None or manifest.world == transport.world else list(range(transport.world))
 
 
 def _writers(manifest: Manifest, store: TableStore, transport: Transport) -> list[int]:
     """Workers whose files may hold rows of this one: all of them, unless it has the same part now as then."""
-    same = manifest.world == transport.world and manifest.settings.get("owners", {}).get(store.table.name) == (
-        store.owners.tolist()
-    )
+    owners = manifest.settings.owners.get(store.table.name)
+    same = manifest.world == transport.world and owners == store.owners.tolist()
     return [transport.rank] if same else list(range(manifest.world))
 
 

@@ -98,4 +98,4 @@ def test_a_worker_that_is_killed_is_started_again_and_the_run_ends_with_the_same
     assert "resuming after step " in error
     result = read(out / "result.json")
     assert result["digest"] == digest and result["session_steps"] < STEPS == result["steps"]
-    assert not [one.name for one in (out / "checkpoints").iterdir() if one.name.endswith(".partial")]
+    assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.endswith(".partial")]

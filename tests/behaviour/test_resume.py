@@ -103,9 +103,9 @@ def whole_and_resumed(config: Config, folder: Path) -> dict[str, Any]:
     return {"whole": whole, "resumed": resumed, "saved": saved}
 
 
-def assert_alike(found: dict[str, Any], *, done: int = 6, steps: int = 12) -> None:
-    whole, resumed = found["whole"], found["resumed"]
-    assert found["saved"][0] == folder_of(done)
+def assert_alike(results: dict[str, Any], *, done: int = 6, steps: int = 12) -> None:
+    whole, resumed = results["whole"], results["resumed"]
+    assert results["saved"][0] == folder_of(done)
     assert whole["steps"] == resumed["steps"] == whole["session_steps"] == steps
     assert (resumed["session_steps"], resumed["resumed_after"]) == (steps - done, done)
     assert resumed["digest"] == whole["digest"]
@@ -144,20 +144,20 @@ def test_batches_that_were_left_out_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     with_nan(monkeypatch)
-    found = whole_and_resumed(
+    results = whole_and_resumed(
         configured(train={"on_nonfinite": "skip"}, schedule={"name": schedule, "micro_batches": 2}), tmp_path
     )
-    assert_alike(found)
-    assert found["whole"]["skipped_batches"] > found["resumed"]["skipped_batches"] > 0
+    assert_alike(results)
+    assert results["whole"]["skipped_batches"] > results["resumed"]["skipped_batches"] > 0
 
 
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
 def test_dropout_goes_on_where_it_was(tmp_path: Path, schedule: str) -> None:
     config = configured(SEQUENCES, schedule={"name": schedule})
-    found = whole_and_resumed(config, tmp_path)
-    assert_alike(found, steps=10)
+    results = whole_and_resumed(config, tmp_path)
+    assert_alike(results, steps=10)
     dry = train(configured(SEQUENCES, model={"dropout": 0.0, "input_dropout": 0.0}), tmp_path / "dry")
-    assert dry["digest"] != found["whole"]["digest"], "no dropout: the test shows nothing"
+    assert dry["digest"] != results["whole"]["digest"], "no dropout: the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def resumed_slowly(config: Config, folder: Path, seconds: float) -> dict[str, st
 
 
 def test_passing_over_data_may_take_longer_than_a_batch_may(cluster: Cluster, tmp_path: Path) -> None:
-    for found in cluster.run(2, resumed_slowly, configured(train={"timeout": 2}), tmp_path, 3.5):
-        assert found["whole"] == found["resumed"]
+    for results in cluster.run(2, resumed_slowly, configured(train={"timeout": 2}), tmp_path, 3.5):
+        assert results["whole"] == results["resumed"]
 
 
 def test_a_worker_without_data_does_not_keep_the_others_waiting(cluster: Cluster, tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_a_worker_without_data_does_not_keep_the_others_waiting(cluster: Cluster
     (tmp_path / "rows.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
     tables = {"C*": {"dim": 4, "pooling": "sum", "lr": 0.1}}
     values = {**CLICKS, "data": {"kind": "criteo", "path": str(tmp_path / "rows.tsv")}, "tables": tables}
-    for found in cluster.run(
+    for results in cluster.run(
         2, whole_and_resumed, configured(values, train={"batch_size": 8, "reader": "thread"}), tmp_path
     ):
-        assert_alike(found)
+        assert_alike(results)
 
 
 def pass_over(seconds: float, limit: float, fails: int | None) -> tuple[int, int]:
@@ -308,7 +308,7 @@ def test_a_checkpoint_has_the_configuration_of_its_run(tmp_path: Path) -> None:
     config = configured(train={"full_every": 2})
     train(config, tmp_path)
     for path in [*complete(tmp_path / "checkpoints"), tmp_path / "final"]:
-        assert manifest.read(path).settings["config"] == json.loads((tmp_path / "config.json").read_text())
+        assert manifest.read(path).settings.config == json.loads((tmp_path / "config.json").read_text())
         said = inspect(path).splitlines()
         assert any(line.startswith("config [train]: batch_size = 16, steps = 12,") for line in said), said
         assert 'config [data]: kind = "synthetic_clicks"' in "\n".join(said)
@@ -444,8 +444,8 @@ def test_a_run_that_is_killed_while_its_end_takes_the_place_of_the_one_before_lo
 
 def test_two_workers_go_on_with_the_same_bits_each_with_its_own_dropout(cluster: Cluster, tmp_path: Path) -> None:
     config = configured(SEQUENCES, schedule={"name": "nested", "micro_batches": 2})
-    for found in cluster.run(2, whole_and_resumed, config, tmp_path):
-        assert_alike(found, steps=10)
+    for results in cluster.run(2, whole_and_resumed, config, tmp_path):
+        assert_alike(results, steps=10)
 
 
 def damaged_and_resumed(config: Config, folder: Path, name: str) -> tuple[str, str]:
