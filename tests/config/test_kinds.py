@@ -153,7 +153,7 @@ def test_a_run_with_own_data_and_model_is_started_again_evaluated_reported_and_s
     assert "the cable is out" in told and "resuming after step 2" in told
     result = json.loads(Path("run/result.json").read_text())
     whole = cluster.run(2, in_one_go, str(folder))[0]
-    assert (result["digest"], result["steps"]) == (whole["digest"], 2)
+    assert (result["digest"], result["steps"], result["session_steps"]) == (whole["digest"], 4, 2)
     assert result["metrics"] == whole["metrics"] and result["metrics"]["AUC"] > 0
 
     assert here("evaluate", "run", "--json", "judged.json") == 0
