@@ -218,9 +218,7 @@ def _train(
     return result
 
 
-def _told(
-    trainer: Trainer, config: Config, fitted: FitResult, evaluating: float, begun: int
-) -> dict[str, Any]:
+def _told(trainer: Trainer, config: Config, fitted: FitResult, evaluating: float, begun: int) -> dict[str, Any]:
     """What a run tells of its training since this start. Evaluations count neither for `seconds` nor for samples per second."""
     seconds = fitted.seconds - evaluating
     tables = {

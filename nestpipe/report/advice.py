@@ -27,8 +27,12 @@ from nestpipe.trace.ranks import COLLECTIVES
 WORTH = 0.05  # of a step: less is lost in the noise from run to run, and in what the estimate leaves out
 UNEVEN = 0.10  # of a step that ranks may wait for each other in turn: batches are never quite alike
 FEWEST_STEPS = 10  # measured; the median of fewer says little
-AS_GOOD = 1.02  # a simpler setting is taken if its step is no more than this times as long, as `micro_batches = "auto"` does
-SHORT_FORWARD = 5.0  # ms: what launching the operations of a model takes (one to a few ms) is a large part of a shorter forward
+AS_GOOD = (
+    1.02  # a simpler setting is taken if its step is no more than this times as long, as `micro_batches = "auto"` does
+)
+SHORT_FORWARD = (
+    5.0  # ms: what launching the operations of a model takes (one to a few ms) is a large part of a shorter forward
+)
 CUTS = (2, 4, 8)  # micro-batches to begin with; more of them only if these turn out to be too few
 ALL_COMPUTE = 0.85  # of a step, from which on only less compute or more workers help
 
@@ -132,9 +136,9 @@ def _setting(run: Run) -> Setting | None:
     return Setting(run.schedule, run.micro_batches, look_ahead=run.config.get("schedule", {}).get("look_ahead"))
 
 
-def _shorter(step: float, factor: float) -> str:
+def _shorter(step: float, factor: float, provided: str = "") -> str:
     return (
-        f"Estimated: a step of {figure(step * factor)} ms instead of {figure(step)} ms, "
+        f"Estimated{provided}: a step of {figure(step * factor)} ms instead of {figure(step)} ms, "
         f"{1 - factor:.0%} shorter ({1 / factor:.2f}x the samples per second)."
     )
 
@@ -161,7 +165,7 @@ def _slow_rank(
             f"The other ranks wait {figure(others)} ms of every step ({others / step:.0%}) for rank {name}, which itself "
             f"waits only {figure(waiting[slow])} ms. {_where_slow(slow, measured)}",
             {},
-            f"If it were as fast as the others. {_shorter(step, factor)}" if factor < 1 else "",
+            _shorter(step, factor, ", if it were as fast as the others") if factor < 1 else "",
         )
     elif waiting.mean() >= UNEVEN * step:
         yield Advice(
@@ -202,7 +206,9 @@ def _where_slow(slow: int, measured: Replay) -> str:
 
 
 def _slow_data(run: Run, waited: float, step: float) -> Advice:
-    reason = f"Nothing runs for {figure(waited)} ms of every step ({waited / step:.0%}): training waits for its next batch. "
+    reason = (
+        f"Nothing runs for {figure(waited)} ms of every step ({waited / step:.0%}): training waits for its next batch. "
+    )
     gain = f"Estimated: at most a step of {figure(step - waited)} ms instead of {figure(step)} ms, {waited / step:.0%} shorter."
     reader = run.result.get("reader", run.config.get("train", {}).get("reader"))
     if reader == "process":
@@ -267,7 +273,10 @@ def _told(run: Run, now: Setting, better: Setting, step: float) -> tuple[str, st
     parts = {name: float(np.mean([of[name] for of in rank_shares(run)])) for name in rank_shares(run)[0]}
     exposed = [
         f"{figure(parts[name])} ms ({parts[name] / step:.0%}) to {what}"
-        for name, what in (("exposed lookup", "look rows up"), ("exposed communication", "exchange rows, gradients and sums"))
+        for name, what in (
+            ("exposed lookup", "look rows up"),
+            ("exposed communication", "exchange rows, gradients and sums"),
+        )
         if parts[name] >= 0.01 * step
     ]
     if better.schedule == now.schedule:

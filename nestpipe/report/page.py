@@ -60,15 +60,19 @@ def render(sources: Sequence[Run | Bench], *, title: str | None = None) -> str:
         articles.insert(0, Article("comparison", "Comparison", f"{len(runs)} runs", "sections", view))
     if title is None:
         title = articles[0].heading if len(articles) == 1 else _counted(len(runs), len(sources) - len(runs))
-    return _environment().get_template("page.html").render(
-        title=title,
-        version=nestpipe.__version__,
-        made=time.strftime("%Y-%m-%d %H:%M"),
-        css=_file("page.css"),
-        js=Markup("\n").join(_file(name) for name in ("page.js", "timeline.js", "controls.js")),
-        articles=articles,
-        alone=len(articles) == 1,
-        nothing=markup.NOTHING,
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=title,
+            version=nestpipe.__version__,
+            made=time.strftime("%Y-%m-%d %H:%M"),
+            css=_file("page.css"),
+            js=Markup("\n").join(_file(name) for name in ("page.js", "timeline.js", "controls.js")),
+            articles=articles,
+            alone=len(articles) == 1,
+            nothing=markup.NOTHING,
+        )
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
+from nestpipe.report.shares import MAX_KEPT
 from nestpipe.report.sources import Run
 from nestpipe.schedule.ops import DENSE, Op
 from nestpipe.schedule.setting import Setting
@@ -45,6 +47,7 @@ class Replay:
         return Replay(evened)
 
 
+@functools.lru_cache(MAX_KEPT)
 def replay(run: Run) -> Replay:
     of_ranks = [_medians(*of_rank) for of_rank in zip(run.traces, run.ranks, run.waits, strict=True)]
     return Replay({name: np.array([took.get(name, 0.0) for took in of_ranks]) for name in _names(of_ranks)})

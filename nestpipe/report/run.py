@@ -12,12 +12,12 @@ from nestpipe.report.markup import NOTHING, figure, size
 from nestpipe.report.sources import Run
 from nestpipe.schedule.ops import OPERATIONS
 from nestpipe.trace import COMPUTE, LaneTime, OpTime, RankSummary
-from nestpipe.trace.printout import verdict
 
 EXPOSED = (
     "Per step, mean over ranks, in the steady state. A lane is *busy* while it runs an operation. What a lane other than "
     "compute runs is *hidden* while compute runs too, and *exposed* while compute runs nothing: by that much it may have held "
-    "training up. On the compute lane itself everything counts."
+    "training up. On the compute lane itself everything counts; what it waits there inside a collective for another rank is "
+    "drawn apart."
 )
 
 Times = Sequence[tuple[RankSummary, LaneTime]] | Sequence[tuple[RankSummary, OpTime]]
@@ -33,20 +33,15 @@ def view(run: Run) -> dict[str, Any]:
     sections = charts.views([*_curves(run), *_tables(run), *_starts(run), _facts(run)])
     if run.traces:
         step = charts.view(shares.chart([run], [run.way]))
-        sections = [step, _lanes(run.ranks), _operations(run.ranks), *sections]
+        sections = [step, _lanes(run), _operations(run), *sections]
     return {
         "warnings": list(_warnings(run)),
         "tiles": [(*tile, "")[:3] for tile in _tiles(run)],
         "advice": {"verdict": advice.verdict(run, advices), "advices": items, "how": advice.how(run)},
-        "verdict": _sentence(verdict(run.ranks)) if run.traces else "",
         "timeline": timeline.view(run.traces, title=f"{run.name}, {run.way}") if run.traces else None,
         "sections": sections,
         "details": list(_details(run)),
     }
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
 
 
 def _warnings(run: Run) -> Iterator[str]:
@@ -65,10 +60,10 @@ def _warnings(run: Run) -> Iterator[str]:
 def _tiles(run: Run) -> Iterator[tuple[str, ...]]:
     result, loss = run.result, run.curves.get("train/loss", [])
     if result:
-        yield "samples per second", f"{result['samples_per_second']:,.0f}", "evaluation not counted"
+        yield "samples per second", f"{result['samples_per_second']:,.0f}", "without evaluation"
     if run.ranks:
         step, parts = run.mean("mean_step_ms"), shares.shares(run)
-        yield "step", f"{figure(step)} ms", "mean" + (", pauses not counted" if run.paused else "")
+        yield "step", f"{figure(step)} ms", "mean" + (", without pauses" if run.paused else "")
         for name in shares.PARTS[:4]:
             if name in (shares.PARTS[0], *shares.PARTS[2:4]) or parts[name]:
                 yield name, f"{parts[name] / step:.0%}", f"{figure(parts[name])} ms of a step"
@@ -85,43 +80,59 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if isinstance(value, float) else NOTHING
 
 
-def _lanes(ranks: Sequence[RankSummary]) -> charts.View:
+def _lanes(run: Run) -> charts.View:
+    ranks = run.ranks
     names = list(dict.fromkeys(lane.lane for rank in ranks for lane in rank.lanes))
     times = {name: [(rank, rank.lane(name)) for rank in ranks if _has(rank, name)] for name in names}
-    step = sum(rank.mean_step_ms for rank in ranks) / len(ranks)
+    waited = {name: _waited(run, lane=name) for name in names}
+    step = run.mean("mean_step_ms")
     rows = []
     for name in names:
         busy, idle, exposed = (_mean(times[name], f"{what}_ms") for what in ("busy", "idle", "exposed"))
         worst = _worst(times[name], "idle_ms" if name == COMPUTE else "exposed_ms")
-        rows.append([name, *(f"{ms:.2f} ms, {ms / step:.0%}" for ms in (busy, idle, exposed)), worst])
-    chart = Bars("Lanes", "ms", names, _parts(times, names), {"a whole step": [step] * len(names)}, EXPOSED)
-    return charts.view(chart, Table("Lanes", ["lane", "busy", "idle", "exposed", "worst rank"], rows))
+        rows.append([name, *(f"{ms:.2f} ms, {ms / step:.0%}" for ms in (busy, waited[name], idle, exposed)), worst])
+    parts = _parts(times, names, list(waited.values()))
+    chart = Bars("Lanes", "ms", names, parts, {"a whole step": [step] * len(names)}, EXPOSED)
+    return charts.view(chart, Table("Lanes", ["lane", "busy", "of it waiting", "idle", "exposed", "worst rank"], rows))
 
 
-def _operations(ranks: Sequence[RankSummary]) -> charts.View:
-    ops = list(dict.fromkeys((op.op, op.lane) for rank in ranks for op in rank.ops))
-    times = {key: [(rank, op) for rank in ranks for op in rank.ops if (op.op, op.lane) == key] for key in ops}
+def _operations(run: Run) -> charts.View:
+    ops = list(dict.fromkeys((op.op, op.lane) for rank in run.ranks for op in rank.ops))
+    times = {key: [(rank, op) for rank in run.ranks for op in rank.ops if (op.op, op.lane) == key] for key in ops}
+    waited = {(op, lane): _waited(run, lane=lane, op=op) for op, lane in ops}
     rows = []
     for (op, lane), of_ranks in times.items():
         often = sum(of_op.count / rank.steps for rank, of_op in of_ranks) / len(of_ranks)
-        took = [f"{_mean(of_ranks, 'ms'):.2f} ms", f"{_mean(of_ranks, 'exposed_ms'):.2f} ms"]
+        took = (_mean(of_ranks, "ms"), waited[op, lane], _mean(of_ranks, "exposed_ms"))
         meaning = OPERATIONS[op].meaning if op in OPERATIONS else ""
-        rows.append([op, lane, f"{often:.1f}", *took, _worst(of_ranks, "exposed_ms"), meaning])
-    chart = Bars("Operations", "ms", [f"{op} · {lane}" for op, lane in ops], _parts(times, [lane for _, lane in ops]))
-    columns = ["operation", "lane", "in a step", "takes", "exposed", "worst rank", "what it does"]
+        worst = _worst(of_ranks, "exposed_ms")
+        rows.append([op, lane, f"{often:.1f}", *(f"{ms:.2f} ms" for ms in took), worst, meaning])
+    parts = _parts(times, [lane for _, lane in ops], list(waited.values()))
+    chart = Bars("Operations", "ms", [f"{op} · {lane}" for op, lane in ops], parts)
+    columns = ["operation", "lane", "in a step", "takes", "of it waiting", "exposed", "worst rank", "what it does"]
     return charts.view(chart, Table("Operations", columns, rows))
 
 
-def _parts(times: Mapping[Any, Times], lanes: Sequence[str]) -> dict[str, list[float]]:
-    """Hidden, exposed, and what is neither: the compute lane's own. One of each for each lane or operation."""
+def _waited(run: Run, *, lane: str, op: str | None = None) -> float:
+    """Milliseconds per step, mean over ranks, for the last rank to come."""
+    of_ranks = shares.waiting(run)
+    total = sum(ms for rank in of_ranks for (at, name), ms in rank.items() if at == lane and op in (None, name))
+    return total / len(of_ranks)
+
+
+def _parts(times: Mapping[Any, Times], lanes: Sequence[str], waited: Sequence[float]) -> dict[str, list[float]]:
+    """Hidden, exposed, and what is neither: the compute lane's own, and there what is waiting. One of each for each lane or
+    operation."""
     mine = [lane == COMPUTE for lane in lanes]
     busy = [_mean(of, "ms" if isinstance(of[0][1], OpTime) else "busy_ms") for of in times.values()]
     exposed = [_mean(of, "exposed_ms") for of in times.values()]
-    return {
-        "compute lane": [ms if own else 0.0 for ms, own in zip(busy, mine, strict=True)],
+    parts = {
+        "compute lane": [max(0.0, b - w) if own else 0.0 for b, w, own in zip(busy, waited, mine, strict=True)],
+        shares.WAITING: [ms if own else 0.0 for ms, own in zip(waited, mine, strict=True)],
         "exposed": [0.0 if own else ms for ms, own in zip(exposed, mine, strict=True)],
         "hidden": [0.0 if own else max(0.0, b - e) for b, e, own in zip(busy, exposed, mine, strict=True)],
     }
+    return {name: values for name, values in parts.items() if any(values)}
 
 
 def _has(rank: RankSummary, lane: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from nestpipe.schedule.ops import COMMUNICATION, LOOKUP, PREFETCH, of_kind
 from nestpipe.trace import COMPUTE, RankSummary, RankTrace
 from nestpipe.trace.times import covered, union
 
+MAX_KEPT = 64  # runs on one page, of which each figure is computed once
 WAITING, DATA = "waiting for another rank", "waiting for data"
 PARTS = ("compute", WAITING, "exposed communication", "exposed lookup", "nothing runs")
 NOTE = (
@@ -36,8 +38,28 @@ def chart(runs: Sequence[Run], labels: Sequence[str]) -> Bars:
 
 
 def longest_lane(run: Run) -> float:
-    """Busy milliseconds per step of each rank's busiest lane, mean over ranks."""
-    return float(np.mean([rank.busiest.busy_ms for rank in run.ranks]))
+    """Milliseconds per step of the busiest lane of all ranks, without what it waited for another rank."""
+    waited = waiting(run)
+    return max(
+        lane.busy_ms - sum(ms for (name, _), ms in of_rank.items() if name == lane.lane)
+        for rank, of_rank in zip(run.ranks, waited, strict=True)
+        for lane in rank.lanes
+    )
+
+
+@functools.lru_cache(MAX_KEPT)
+def waiting(run: Run) -> list[dict[tuple[str, str], float]]:
+    """Of each rank, by lane and operation: milliseconds per step that it waited for the last rank to come."""
+    of_ranks = []
+    for trace, rank, waited in zip(run.traces, run.ranks, run.waits, strict=True):
+        columns = trace.columns
+        start, met = (times.clip(*rank.window_ns) for times in (columns.start, columns.start + waited))
+        of_rank = {}
+        for lane, op in {*zip(columns.lane[waited > 0].tolist(), columns.op[waited > 0].tolist(), strict=True)}:
+            chosen = (columns.lane == lane) & (columns.op == op)
+            of_rank[trace.lanes[lane], columns.names[op]] = float((met - start)[chosen].sum()) / 1e6 / rank.steps
+        of_ranks.append(of_rank)
+    return of_ranks
 
 
 def shares(run: Run) -> dict[str, float]:
@@ -46,6 +68,7 @@ def shares(run: Run) -> dict[str, float]:
     return {name: float(np.mean([parts[name] for parts in ranks])) for name in ranks[0]}
 
 
+@functools.lru_cache(MAX_KEPT)
 def rank_shares(run: Run) -> list[dict[str, float]]:
     return [_shares_of(*of_rank) for of_rank in zip(run.traces, run.ranks, run.waits, strict=True)]
 

@@ -41,7 +41,7 @@ class Start:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of what is computed once for each run
 class Run:
     """result, config: empty where the folder has none, as that of a script. traces: without pauses, which took `paused` seconds;
     empty where the run was not recorded, as are ranks and waits (see `trace.ranks`). curves: by TensorBoard's tag, e.g.
@@ -65,7 +65,11 @@ class Run:
 
     @property
     def micro_batches(self) -> int:
-        recorded = max((event.part or 0 for event in self.traces[0].events if event.op == FWD), default=0) if self.traces else 0
+        recorded = (
+            max((event.part or 0 for event in self.traces[0].events if event.op == FWD), default=0)
+            if self.traces
+            else 0
+        )
         return int(self.result.get("micro_batches", recorded + 1))
 
     @property

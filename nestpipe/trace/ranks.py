@@ -34,9 +34,10 @@ def waits(traces: Sequence[RankTrace]) -> list[np.ndarray]:
         begun = np.concatenate([t.columns.start[at] + c for t, at, c in zip(traces, places, clocks, strict=True)])
         last = np.full(len(met), np.iinfo(np.int64).min)
         np.maximum.at(last, group, begun)
-        last[np.bincount(group, minlength=len(met)) < len(traces)] = np.iinfo(np.int64).min  # not recorded everywhere
-        waited = np.split(np.maximum(last[group] - begun, 0), np.cumsum([len(at) for at in places])[:-1])
-        for trace, at, wait, of_rank in zip(traces, places, waited, rank_waits, strict=True):
+        all_came = np.bincount(group, minlength=len(met)) == len(traces)  # or it was not recorded everywhere
+        waited = np.where(all_came[group], last[group] - begun, 0)
+        by_rank = np.split(waited, np.cumsum([len(at) for at in places])[:-1])
+        for trace, at, wait, of_rank in zip(traces, places, by_rank, rank_waits, strict=True):
             of_rank[at] = np.minimum(wait, (trace.columns.end - trace.columns.start)[at])
     return rank_waits
 
