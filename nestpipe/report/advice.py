@@ -16,7 +16,7 @@ import numpy as np
 
 from nestpipe.report.markup import figure, size
 from nestpipe.report.replay import Replay, replay
-from nestpipe.report.shares import DATA, WAITING, rank_shares
+from nestpipe.report.shares import DATA, WAITING, rank_shares, shares
 from nestpipe.report.sources import Run
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import BWD, FWD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC, UPDATE, WRITEBACK
@@ -49,16 +49,17 @@ SLOW_BECAUSE = {
 @dataclasses.dataclass(frozen=True)
 class Advice:
     """title: what to do. reason: what was measured. settings: by section of the TOML file, entries to try. gain: what it would
-    bring, with the word estimated."""
+    bring, with the word estimated; share: the same as a part of a step."""
 
     title: str
     reason: str
     settings: dict[str, dict[str, Any]]
     gain: str
+    share: float
 
 
 def advise(run: Run) -> list[Advice]:
-    """Of a recorded run; empty if nothing is worth changing. What matters more comes first."""
+    """Of a recorded run; empty if nothing is worth changing. What gains more comes first."""
     if not run.ranks or run.ranks[0].steps < FEWEST_STEPS:
         return []
     ranks, step, measured = rank_shares(run), run.mean("mean_step_ms"), replay(run)
@@ -71,7 +72,7 @@ def advise(run: Run) -> list[Advice]:
     if now is not None and now.is_exact:
         advices += _other_setting(run, step, measured, now)
         advices += _lookups_on_disk(run, ranks, step, now)
-    return advices
+    return sorted(advices, key=lambda item: -item.share)
 
 
 def verdict(run: Run, advices: Sequence[Advice]) -> str:
@@ -157,29 +158,28 @@ def _slow_rank(
     others = float(np.median(np.delete(waiting, slow)))
     if others - waiting[slow] >= WORTH * step:
         name = run.traces[slow].rank
+        who = "The other ranks wait" if len(ranks) > 2 else f"Rank {run.traces[1 - slow].rank} waits"
         factor = 1 - (others - waiting[slow]) / step
         if now is not None:
             factor = measured.with_rank_like_others(slow).step(now) / measured.step(now)
         yield Advice(
             f"Find out why rank {name} is slow",
-            f"The other ranks wait {figure(others)} ms of every step ({others / step:.0%}) for rank {name}, which itself "
-            f"waits only {figure(waiting[slow])} ms. {_where_slow(slow, measured)}",
+            f"{who} {figure(others)} ms of every step ({others / step:.0%}) for rank {name}, which itself waits only "
+            f"{figure(waiting[slow])} ms. {_where_slow(slow, measured)}",
             {},
             _shorter(step, factor, ", if it were as fast as the others") if factor < 1 else "",
+            1 - factor,
         )
     elif waiting.mean() >= UNEVEN * step:
+        share, size_now = float(waiting.mean()) / step, run.config.get("train", {}).get("batch_size")
         yield Advice(
             "Make the work of the ranks more even",
-            f"Ranks wait for each other in turn, {figure(float(waiting.mean()))} ms of every step "
-            f"({waiting.mean() / step:.0%}): one batch is longer here, the next one there, or other programs use the machines. "
-            f"Larger batches differ less from each other.",
-            {"train": {"batch_size": 2 * int(run.config["train"]["batch_size"])}} if _batch_size(run) else {},
-            f"Estimated: at most the {waiting.mean() / step:.0%} that they wait.",
+            f"Ranks wait for each other in turn, {figure(share * step)} ms of every step ({share:.0%}). Other programs on the "
+            f"machines do that, and batches that differ in length: larger ones differ less, but they also train differently.",
+            {"train": {"batch_size": 2 * size_now}} if isinstance(size_now, int) else {},
+            f"Estimated: at most {share:.0%} of a step, which is all they wait.",
+            share,
         )
-
-
-def _batch_size(run: Run) -> bool:
-    return isinstance(run.config.get("train", {}).get("batch_size"), int)
 
 
 def _where_slow(slow: int, measured: Replay) -> str:
@@ -218,6 +218,7 @@ def _slow_data(run: Run, waited: float, step: float) -> Advice:
             f"parsing (Parquet) or a faster disk takes less of it.",
             {},
             gain,
+            waited / step,
         )
     reason += "A process of its own for reading does not share its time with training."
     if not run.config:
@@ -227,6 +228,7 @@ def _slow_data(run: Run, waited: float, step: float) -> Advice:
         reason,
         {"train": {"reader": "process"}} if run.config else {},
         gain,
+        waited / step,
     )
 
 
@@ -241,7 +243,7 @@ def _other_setting(run: Run, step: float, measured: Replay, now: Setting) -> Ite
         factors = {setting: factor(setting) for setting in candidates}
         best = next(setting for setting, of in factors.items() if of <= AS_GOOD * min(factors.values()))
         if 1 - factors[best] >= WORTH:
-            yield Advice(*_told(run, now, best, step), _shorter(step, factors[best]))
+            yield Advice(*_told(run, now, best, step), _shorter(step, factors[best]), 1 - factors[best])
             return
     forward = float(measured.seconds[FWD].mean()) * 1e3 / now.parts if FWD in measured.seconds else SHORT_FORWARD
     fewer = now.cut_into(now.parts // 2) if now.cuts and now.parts > 1 else None
@@ -253,6 +255,7 @@ def _other_setting(run: Run, step: float, measured: Replay, now: Setting) -> Ite
             {"schedule": {"micro_batches": fewer.parts}},
             f"Estimated: what is exposed stays the same (a step {factor(fewer):.2f} times as long, launches not counted). What "
             f'fewer launches gain cannot be seen in one run: `micro_batches = "auto"` measures it in the first steps.',
+            0.0,
         )
 
 
@@ -270,36 +273,48 @@ def _candidates(run: Run, now: Setting) -> list[Setting]:
 
 
 def _told(run: Run, now: Setting, better: Setting, step: float) -> tuple[str, str, dict[str, dict[str, Any]]]:
-    parts = {name: float(np.mean([of[name] for of in rank_shares(run)])) for name in rank_shares(run)[0]}
+    """Title, reason and settings."""
+    parts, on_disk = shares(run), _on_disk(run)
+    looked_up = "look rows up" + (f" ({' and '.join(on_disk)} on disk)" if on_disk else "")
     exposed = [
         f"{figure(parts[name])} ms ({parts[name] / step:.0%}) to {what}"
         for name, what in (
-            ("exposed lookup", "look rows up"),
+            ("exposed lookup", looked_up),
             ("exposed communication", "exchange rows, gradients and sums"),
         )
         if parts[name] >= 0.01 * step
     ]
+    reason = f"Under {now.schedule} every step waits {' and '.join(exposed)}. " if exposed else ""
     if better.schedule == now.schedule:
         title = f"Cut batches into more micro-batches: {better.parts} instead of {now.parts}"
-        entries: dict[str, Any] = {"micro_batches": better.parts}
         why = f"Only the first rows and the last gradients of a batch are waited for; with {better.parts} parts they are fewer."
-    else:
-        title = f"Train under the schedule {better.schedule}"
-        entries = {"name": better.schedule, **({"micro_batches": better.parts} if better.parts != now.parts else {})}
-        why = SCHEDULES[better.schedule]().summary.capitalize() + ". The result is the same to the bit."
-    reason = f"Under {now.schedule} training waits in every step {' and '.join(exposed)}. " if exposed else ""
-    return title, reason + why, {"schedule": entries}
+        return title, reason + why, {"schedule": {"micro_batches": better.parts}}
+    entries: dict[str, Any] = {"name": better.schedule}
+    same = "to the bit"
+    if better.parts != now.parts:
+        entries["micro_batches"] = better.parts
+        same = "but for the last bits, as sums are cut differently"
+    while_computing = " and ".join(
+        what
+        for what, hides in (("looks up the rows of the next batches", better.hides_lookups and not now.hides_lookups),
+                            ("exchanges rows and gradients of other micro-batches", better.cuts and not now.cuts))
+        if hides
+    )  # fmt: skip
+    why = f"The schedule {better.schedule} {while_computing} while one computes. The result is the same {same}."
+    return f"Train under the schedule {better.schedule}", reason + why, {"schedule": entries}
+
+
+def _on_disk(run: Run) -> list[str]:
+    sections = {name: of for name, of in run.config.get("tables", {}).items() if isinstance(of, dict)}
+    configured = [name for name, section in sections.items() if section.get("tier") == "disk"]
+    return configured or [name for name, of in run.result.get("tables", {}).items() if of.get("file_bytes")]
 
 
 def _lookups_on_disk(run: Run, ranks: Sequence[dict[str, float]], step: float, now: Setting) -> Iterator[Advice]:
     """Where the schedule hides lookups and they are still exposed."""
     exposed = float(np.mean([parts["exposed lookup"] - parts[DATA] for parts in ranks]))
-    budgets = {
-        name: num_bytes(section.get("memory") or DEFAULT_MEMORY)
-        for name, section in run.config.get("tables", {}).items()
-        if isinstance(section, dict) and section.get("tier") == "disk"
-    }
-    on_disk = list(budgets) or [name for name, of in run.result.get("tables", {}).items() if of.get("file_bytes")]
+    on_disk, sections = _on_disk(run), run.config.get("tables", {})
+    budgets = {name: num_bytes(sections[name].get("memory") or DEFAULT_MEMORY) for name in on_disk if name in sections}
     if not now.hides_lookups or not on_disk or exposed < WORTH * step:
         return
     yield Advice(
@@ -309,4 +324,5 @@ def _lookups_on_disk(run: Run, ranks: Sequence[dict[str, float]], step: float, n
         {f"tables.{name}": {"memory": size(2 * budget).replace(" ", "")} for name, budget in budgets.items()},
         f"Estimated: at most a step of {figure(step - exposed)} ms instead of {figure(step)} ms, {exposed / step:.0%} shorter, "
         f"once all rows that are used again and again fit.",
+        exposed / step,
     )
