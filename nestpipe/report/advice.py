@@ -16,7 +16,7 @@ import numpy as np
 
 from nestpipe.report.markup import figure, size
 from nestpipe.report.replay import Replay, replay
-from nestpipe.report.shares import DATA, WAITING, rank_shares, shares
+from nestpipe.report.shares import DATA, NOTHING_RUNS, WAITING, rank_shares, shares
 from nestpipe.report.sources import Run
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import BWD, FWD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC, UPDATE, WRITEBACK
@@ -26,6 +26,9 @@ from nestpipe.trace.ranks import COLLECTIVES
 
 WORTH = 0.05  # of a step: less is lost in the noise from run to run, and in what the estimate leaves out
 UNEVEN = 0.10  # of a step that ranks may wait for each other in turn: batches are never quite alike
+HELD_UP = (
+    0.10  # of a step in which nothing may run at all: passing work from thread to thread takes some of a short step
+)
 FEWEST_STEPS = 10  # measured; the median of fewer says little
 AS_GOOD = (
     1.02  # a simpler setting is taken if its step is no more than this times as long, as `micro_batches = "auto"` does
@@ -69,6 +72,7 @@ def advise(run: Run) -> list[Advice]:
     if of_data >= WORTH * step:
         # The source gives a batch once in a step: until it is faster no other setting helps.
         return [_slow_data(run, of_data, step), *advices]
+    advices += _held_up(ranks, step)
     if now is not None and now.is_exact:
         advices += _other_setting(run, step, measured, now)
         advices += _lookups_on_disk(run, ranks, step, now)
@@ -161,14 +165,14 @@ def _slow_rank(
         who = "The other ranks wait" if len(ranks) > 2 else f"Rank {run.traces[1 - slow].rank} waits"
         factor = 1 - (others - waiting[slow]) / step
         if now is not None:
-            factor = measured.with_rank_like_others(slow).step(now) / measured.step(now)
+            factor = 1 - (measured.step(now) - measured.with_rank_like_others(slow).step(now)) / step
         yield Advice(
             f"Find out why rank {name} is slow",
             f"{who} {figure(others)} ms of every step ({others / step:.0%}) for rank {name}, which itself waits only "
             f"{figure(waiting[slow])} ms. {_where_slow(slow, measured)}",
             {},
-            _shorter(step, factor, ", if it were as fast as the others") if factor < 1 else "",
-            1 - factor,
+            _shorter(step, min(factor, 1.0), ", if it were as fast as the others"),
+            (others - waiting[slow]) / step,
         )
     elif waiting.mean() >= UNEVEN * step:
         share, size_now = float(waiting.mean()) / step, run.config.get("train", {}).get("batch_size")
@@ -200,6 +204,19 @@ def _where_slow(slow: int, measured: Replay) -> str:
         return "No operation of its own takes longer there: look for other programs on its machine."
     why = next((text for names, text in SLOW_BECAUSE.items() if most in names), "")
     return f"It takes longer in {' and '.join(told[:2])}. {why}".strip()
+
+
+def _held_up(ranks: Sequence[dict[str, float]], step: float) -> Iterator[Advice]:
+    share = float(np.mean([parts[NOTHING_RUNS] for parts in ranks])) / step
+    if share >= HELD_UP:
+        yield Advice(
+            "Find out what else runs on the machine",
+            f"For {figure(share * step)} ms of every step ({share:.0%}) no lane runs anything. Other programs that use the same "
+            f"cores do that, Python code of your own in other threads, and steps of a few milliseconds (larger batches help).",
+            {},
+            f"Estimated: at most a step of {figure((1 - share) * step)} ms instead of {figure(step)} ms, {share:.0%} shorter.",
+            share,
+        )
 
 
 # -- data, lookups, schedule -------------------------------------------------------------------------------------------
@@ -236,7 +253,8 @@ def _other_setting(run: Run, step: float, measured: Replay, now: Setting) -> Ite
     of_now = measured.step(now)
 
     def factor(setting: Setting) -> float:
-        return measured.step(setting) / of_now
+        """Only what the simulator knows of is saved, not what held this run up besides."""
+        return 1 - (of_now - measured.step(setting)) / step
 
     candidates = _candidates(run, now)
     if candidates:

@@ -14,8 +14,8 @@ from nestpipe.trace import COMPUTE, RankSummary, RankTrace
 from nestpipe.trace.times import covered, union
 
 MAX_KEPT = 64  # runs on one page, of which each figure is computed once
-WAITING, DATA = "waiting for another rank", "waiting for data"
-PARTS = ("compute", WAITING, "exposed communication", "exposed lookup", "nothing runs")
+WAITING, DATA, NOTHING_RUNS = "waiting for another rank", "waiting for data", "nothing runs"
+PARTS = ("compute", WAITING, "exposed communication", "exposed lookup", NOTHING_RUNS)
 NOTE = (
     "Per step, mean over ranks, in the steady state. *Compute* is forward, backward and updates. *Communication* (rows, their "
     "gradients, sums over workers) and *lookup* (reading, routing, finding and writing rows) count as far as they are "
@@ -98,4 +98,4 @@ def _shares_of(trace: RankTrace, rank: RankSummary, waited: np.ndarray) -> dict[
         taken = union(*(np.concatenate(pair) for pair in zip(taken, elsewhere, strict=True)))
     parts["exposed lookup"] += parts[DATA]
     counted = sum(parts[name] for name in PARTS[:-1])
-    return parts | {PARTS[-1]: max(0.0, rank.mean_step_ms - counted)}
+    return parts | {NOTHING_RUNS: max(0.0, rank.mean_step_ms - counted)}

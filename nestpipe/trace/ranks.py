@@ -12,9 +12,6 @@ from nestpipe.trace.record import Event, RankTrace
 from nestpipe.trace.times import steady_steps, union
 
 COLLECTIVES = tuple(name for name, operation in OPERATIONS.items() if operation.collective is not None)
-# A time in which no lane of any rank runs anything is no part of a step if it is longer than one: the pipeline was empty, for an
-# evaluation or a checkpoint.
-PAUSE_STEPS = 1.0
 
 
 def waits(traces: Sequence[RankTrace]) -> list[np.ndarray]:
@@ -43,14 +40,20 @@ def waits(traces: Sequence[RankTrace]) -> list[np.ndarray]:
 
 
 def without_pauses(traces: Sequence[RankTrace]) -> tuple[list[RankTrace], float]:
-    """The same events with pauses cut out, and how many seconds those were."""
+    """The same events with pauses cut out, and how many seconds those were. A pause, for an evaluation or a checkpoint, is longer
+    than a step, and no batch is under way in it on any rank."""
     clocks = _clocks(traces)
     starts = np.concatenate([t.columns.start + clock for t, clock in zip(traces, clocks, strict=True)])
     ends = np.concatenate([t.columns.end + clock for t, clock in zip(traces, clocks, strict=True)])
     begins, stops = union(starts, ends)
-    longest = PAUSE_STEPS * max(float(np.median(np.diff(steady_steps(trace).bounds))) for trace in traces)
+    order = np.argsort(starts, kind="stable")
+    batches = np.concatenate([trace.columns.batch for trace in traces])[order]
+    first_after = np.searchsorted(starts[order], begins[1:])
+    empty = np.maximum.accumulate(batches)[first_after - 1] < np.minimum.accumulate(batches[::-1])[::-1][first_after]
+    step = max(float(np.median(np.diff(steady_steps(trace).bounds))) for trace in traces)
     gaps = begins[1:] - stops[:-1]
-    after, lengths = begins[1:][gaps > longest], gaps[gaps > longest]
+    pauses = empty & (gaps > step)
+    after, lengths = begins[1:][pauses], gaps[pauses]
     if not len(after):
         return list(traces), 0.0
     cut = np.concatenate([[0], np.cumsum(lengths)])

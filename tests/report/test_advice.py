@@ -113,6 +113,18 @@ def test_pauses_are_cut_out_of_all_ranks_alike(tmp_path):
     assert without_pauses(run.traces)[1] == 0
 
 
+def test_a_hold_up_with_batches_under_way_is_no_pause(tmp_path):
+    run = make_run(tmp_path)
+    middle = max(event.end_ns for event in run.traces[0].events) // 2
+    late = [
+        dataclasses.replace(trace, events=[e if e.start_ns < middle else e._replace(start_ns=e.start_ns + 10**9,
+                                                                                    end_ns=e.end_ns + 10**9)
+                                           for e in trace.events])
+        for trace in run.traces
+    ]  # fmt: skip
+    assert without_pauses(late)[1] == 0
+
+
 # The advice
 
 
@@ -234,6 +246,21 @@ def test_a_schedule_of_ones_own_and_few_steps_are_not_judged(tmp_path):
     assert advised(run) == [] and "Too few steps" in advice.verdict(run, [])
     own = make_run(tmp_path / "own", schedule="serial", parts=1, RETRIEVE=30.0, result={"schedule": "mine"})
     assert advised(own) == []
+
+
+def test_steps_in_which_nothing_runs_are_told(tmp_path):
+    run = make_run(tmp_path / "whole")
+    stretched = [
+        dataclasses.replace(trace, events=[e._replace(start_ns=e.start_ns + 20_000_000 * (e.start_ns // 100_000_000),
+                                                      end_ns=e.end_ns + 20_000_000 * (e.start_ns // 100_000_000))
+                                           for e in trace.events])
+        for trace in run.traces
+    ]  # fmt: skip
+    for trace in stretched:
+        save(tmp_path / "held", trace)
+    (held,) = read_all([tmp_path / "held"])
+    assert held.paused == 0 and shares(held)["nothing runs"] > 10
+    assert "Find out what else runs on the machine" in advised(held)
 
 
 # On the page

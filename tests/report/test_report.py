@@ -126,6 +126,43 @@ def test_a_loss_curve_comes_from_the_newest_curves_of_the_run(tmp_path):
     assert "Training loss" in Parsed(render([run])).text
 
 
+def test_a_resumed_run_shows_all_of_itself(tmp_path):
+    """Ten steps; killed; resumed after the fifth, which the checkpoint had; thirteen in all."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = make_run(tmp_path / "mine")
+    for first, last, loss in ((1, 10, 5.0), (6, 13, 0.5)):
+        with SummaryWriter(str(folder / "tensorboard"), filename_suffix=f".{first}") as writer:
+            for step in range(first, last + 1):
+                writer.add_scalar("train/loss", loss, step, walltime=100.0 * first + 2 * step)
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "steps": 8, "samples": 800, "resumed_after": 5}))
+    (run,) = read_all([folder])
+    assert run.curves["train/loss"] == [(step, 5.0 if step < 6 else 0.5) for step in range(1, 14)]
+    assert [(start.first_step, start.last_step, start.seconds) for start in run.starts] == [(1, 5, 8.0), (6, 13, 14.0)]
+    text = Parsed(render([run])).text
+    for piece in ("resumed after step 5", "earlier ones is not kept", "13, 8 of them since the last start",
+                  "about 1,300, 800 of them", "from 5.0000", "Starts", "1 to 13", "22 s"):  # fmt: skip
+        assert piece in text, piece
+    assert "resumed" not in Parsed(write([make_run(tmp_path / "once")]).read_text()).text
+
+
+def test_a_run_that_has_not_finished_shows_what_it_has_written(tmp_path):
+    folder = make_run(tmp_path / "mine")
+    (folder / "result.json").unlink()
+    text = Parsed(write([folder]).read_text()).text
+    assert "has not finished" in text and "What to change" in text and "nested, 2 micro-batches, 2 workers" in text
+
+
+def test_no_two_tiles_have_the_same_name(tmp_path):
+    folder = make_run(tmp_path / "mine")
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "metrics": {"loss": 0.3}}))
+    (folder / "config.json").write_text(json.dumps({"train": {"eval_split": "test"}}))
+    names = re.findall(r"<dt>([^<]+)</dt>", write([folder]).read_text())
+    assert len(set(names)) == len(names) and {"training loss", "loss (test)"} <= set(names)
+
+
 def test_a_bench_shows_its_sections_with_their_notes(tmp_path):
     page = write([make_bench(tmp_path / "a.json", *SECTIONS, quick=True)]).read_text()
     text = Parsed(page).text
