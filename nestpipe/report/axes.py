@@ -40,7 +40,7 @@ class Axis:
             low = 0.0
         if low == high:
             low, high = (low - 0.5, high + 0.5) if low == 0 else (min(0.0, 2 * low), max(0.0, 2 * low))
-        marks = MaxNLocator(SPACES, steps=[1, 2, 5, 10]).tick_values(low, high).tolist()
+        marks = list(map(float, MaxNLocator(SPACES, steps=[1, 2, 5, 10]).tick_values(low, high)))
         decimals = max(0, -math.floor(math.log10(marks[1] - marks[0]) + 1e-9))
         if zero:
             low, high = marks[0], marks[-1]
@@ -75,7 +75,7 @@ def _short(value: float, text: str) -> str:
 def _round_logs(low: float, high: float) -> list[float]:
     """Powers of ten, with 2 and 5 between them where those are few."""
     tens, more = (
-        [at for at in LogLocator(subs=subs, numticks=100).tick_values(low, high).tolist() if low <= at <= high]
+        [float(at) for at in LogLocator(subs=subs, numticks=100).tick_values(low, high) if low <= at <= high]
         for subs in ((1,), (1, 2, 5))
     )
     return tens if len(tens) > 3 else more
