@@ -200,10 +200,10 @@ def _facts(run: Run) -> Table:
     ]
     if result:
         steps, samples = result["steps"], result["samples"]
-        in_all = f", {steps:,} of them since the last start" if before else ""
-        rows += [["steps", f"{before + steps:,}{in_all}"]]
-        about = f"about {(before + steps) * samples / steps:,.0f}, {samples:,} of them since the last start"
-        rows += [["samples", about if before and steps else f"{samples:,}"]]
+        in_all = f", {run.session_steps:,} of them since the last start" if before else ""
+        rows += [["steps", f"{steps:,}{in_all}"]]
+        about = f"about {steps * (run.samples_per_step or 0):,.0f}, {samples:,} of them since the last start"
+        rows += [["samples", about if before and run.session_steps else f"{samples:,}"]]
         since = " since the last start" if before else ""
         rows += [[f"seconds of training{since}", figure(result.get("seconds"))]]
         if result.get("evaluation_seconds"):
@@ -212,8 +212,8 @@ def _facts(run: Run) -> Table:
         rows.append(["recorded steps", f"{run.ranks[0].steps + 2 * run.ranks[0].skipped:,}"])
     if run.paused:
         rows.append(["seconds of pauses left out of all times (evaluation, checkpoints)", figure(run.paused)])
-    if isinstance(result.get("bytes_sent"), int) and result["steps"]:
-        rows.append(["sent in a step", size(result["bytes_sent"] / result["steps"])])
+    if isinstance(result.get("bytes_sent"), int) and run.session_steps:
+        rows.append(["sent in a step", size(result["bytes_sent"] / run.session_steps)])
     if result.get("skipped_batches"):
         rows.append(["skipped batches (not finite)", str(result["skipped_batches"])])
     if result:

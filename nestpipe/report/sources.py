@@ -85,7 +85,12 @@ class Run:
     @property
     def samples_per_step(self) -> float | None:
         """Of all workers together."""
-        return self.result["samples"] / self.result["steps"] if self.result.get("steps") else None
+        return self.result["samples"] / self.session_steps if self.session_steps else None
+
+    @property
+    def session_steps(self) -> int:
+        """Steps since the last start, which samples, seconds and bytes of the result are of."""
+        return int(self.result.get("session_steps", self.result.get("steps", 0)))
 
     @property
     def resumed_after(self) -> int:

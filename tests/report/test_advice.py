@@ -17,7 +17,7 @@ from nestpipe.schedule.setting import Setting
 from nestpipe.simulate.events import Cost, simulate
 from nestpipe.trace import describe, save
 from nestpipe.trace.ranks import COLLECTIVES, waits, without_pauses
-from tests.report.test_report import Parsed
+from tests.report.test_page import Parsed
 
 # Milliseconds of a batch: a step that is almost all compute, with a little of everything else.
 TIMES = {"PREFETCH": 0.5, "H2D": 0.2, "ROUTE": 1.0, "RETRIEVE": 1.0, "SYNC": 0.1, "EMB": 1.0, "FWD": 40.0, "BWD": 60.0,
