@@ -107,6 +107,7 @@ def _train(
     checkpoints = trainer.checkpoints(saved, keep=config.train.keep_checkpoints, full_every=config.train.full_every)
     begun = trainer.steps
     validate, every = config.train.eval_every, config.train.checkpoint_every
+    evaluating = 0.0  # seconds, which do not count as training
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,15 +144,20 @@ def _train(
             raise
 
     def on_step(result: StepResult) -> None:
+        nonlocal evaluating
         curves.step(result)
         if config.train.lr_decay == "cosine":
             trainer.scale_lr(_cosine(trainer.steps, config.train.steps or 1))
         if validate and trainer.steps % validate == 0:
+            started = time.perf_counter()
             try:
                 curves.metrics("valid", judge("valid") or {}, trainer.steps)
             except TrainingError as error:
                 if first:
                     log.warning(f"the evaluation after step {trainer.steps} failed, training goes on: {error}")
+            took = time.perf_counter() - started
+            evaluating += took
+            curves.leave_out(took)
         if every and trainer.steps % every == 0:
             trainer.checkpoint(checkpoints)
 
@@ -200,7 +206,7 @@ def _train(
                 curves.metrics(split, metrics, trainer.steps)
             if record and not finished:
                 trainer.workers.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
-            result = {**_told(trainer, config, fitted, begun), "metrics": metrics}
+            result = {**_told(trainer, config, fitted, evaluating, begun), "metrics": metrics}
 
             def write() -> None:
                 if not (finished and (folder / "result.json").exists()):
@@ -218,9 +224,10 @@ def _train(
     return result
 
 
-def _told(trainer: Trainer, config: Config, fitted: FitResult, begun: int) -> dict[str, Any]:
+def _told(trainer: Trainer, config: Config, fitted: FitResult, evaluating: float, begun: int) -> dict[str, Any]:
     """What a run tells of its training: `steps` of all of it, the other figures of the `session_steps` since it was started or
-    resumed."""
+    resumed. Evaluations count neither for `seconds` nor for samples per second."""
+    seconds = fitted.seconds - evaluating
     tables = {
         name: {**stats._asdict(), "bytes_per_row": stats.bytes_per_row} for name, stats in trainer.table_stats().items()
     }
@@ -232,11 +239,13 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult, begun: int) -> di
         "resumed_after": begun,
         "session_steps": fitted.steps,
         "samples": fitted.samples,
-        "seconds": fitted.seconds,
-        "samples_per_second": fitted.samples_per_second,
+        "seconds": seconds,
+        "evaluation_seconds": evaluating,
+        "samples_per_second": fitted.samples / seconds if seconds else 0.0,
         "first_loss": fitted.first_loss,
         "last_loss": fitted.last_loss,
         "skipped_batches": fitted.skipped,
+        "reader": "process" if _reads_in_process(config) else "thread",
         "digest": trainer.digest(),
         "bytes_sent": trainer.bytes_sent(),
         "tables": tables,
@@ -586,6 +595,11 @@ class Curves:
             self._scalar("train/samples_per_second", rate, result.step)
             self._since, self._samples = now, 0
         self._bar.update(1)
+
+    def leave_out(self, seconds: float) -> None:
+        """Of the time that samples per second are counted over: something else was done in it."""
+        if self._bar is not None:
+            self._since += seconds
 
     def metrics(self, split: str, metrics: dict[str, float], step: int) -> None:
         if self._bar is None or not metrics:  # none: it was not evaluated to the end

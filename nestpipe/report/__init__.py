@@ -1,8 +1,9 @@
 """`nestpipe report`: runs and benches as one HTML page that needs nothing but itself.
 
-`sources` reads run folders and the JSON of a bench; `run`, `comparison` and `timeline` say what is worth showing of a run,
-mostly as the sections of a bench; `charts` turns sections into HTML, `page` puts all together with page.html, page.css
-and the scripts.
+`sources` reads run folders and the JSON of a bench. Of a run, `shares` says what its time goes to, `advice` what to change
+(with `replay`, the run in the simulator), `timeline` what ran when, `comparison` what tells several apart; `run` puts it
+together. `charts` turns sections into values for the templates, blocks.html and page.html; `page` renders them with page.css and
+the scripts.
 """
 
 from nestpipe.report.page import default_path, render, write

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
 from nestpipe.report.markup import figure
 
 MOST = 7  # marks beside an axis
+SPACES = 4  # between the marks of a linear one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +29,24 @@ class Axis:
 
         zero: a value axis, which has room around the values and begins with 0 unless they are all far from it.
         """
-        if _is_log(values, doubling=not zero):
-            low, high = math.log(min(values)), math.log(max(values))
-            room = 0.05 * (high - low) if zero else 0.0
-            axis = cls(low - room, high + room, True, [])
-            distinct = sorted(set(values))
-            marks = _round_logs(values) if zero else distinct[:: math.ceil(len(distinct) / MOST)]
-            return dataclasses.replace(axis, ticks=[(axis.place(at), _short(at, figure(at))) for at in marks])
         low, high = min(values), max(values)
+        if _is_log(values, doubling=not zero):
+            distinct = sorted(set(values))
+            marks = _round_logs(low, high) if zero else distinct[:: math.ceil(len(distinct) / MOST)]
+            room = 0.05 * math.log(high / low) if zero else 0.0
+            axis = cls(math.log(low) - room, math.log(high) + room, True, [])
+            return dataclasses.replace(axis, ticks=[(axis.place(at), _short(at, figure(at))) for at in marks])
         if zero and 0 <= low < 0.6 * high:
             low = 0.0
         if low == high:
             low, high = (low - 0.5, high + 0.5) if low == 0 else (min(0.0, 2 * low), max(0.0, 2 * low))
-        step = _round_step((high - low) / 4)
+        marks = list(map(float, MaxNLocator(SPACES, steps=[1, 2, 5, 10]).tick_values(low, high)))
+        decimals = max(0, -math.floor(math.log10(marks[1] - marks[0]) + 1e-9))
         if zero:
-            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+            low, high = marks[0], marks[-1]
         axis = cls(low, high, False, [])
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        marks = [number * step for number in range(first, last + 1)]
-        return dataclasses.replace(axis, ticks=[(axis.place(at), _short(at, f"{at:,.{decimals}f}")) for at in marks])
+        inside = [at for at in marks if -1e-9 <= axis.place(at) <= 1 + 1e-9]
+        return dataclasses.replace(axis, ticks=[(axis.place(at), _short(at, f"{at:,.{decimals}f}")) for at in inside])
 
     def place(self, value: float) -> float:
         value = math.log(value) if self.log else value
@@ -67,25 +68,14 @@ def _is_log(values: Sequence[float], *, doubling: bool) -> bool:
 
 def _short(value: float, text: str) -> str:
     """`20k` and `3M` beside an axis, where they are exact."""
-    for sign, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 10 * scale or (scale > 1e3 and abs(value) >= scale):
-            short = f"{value / scale:g}"
-            return f"{short}{sign}" if len(short) <= 4 else text
-    return text
+    short = EngFormatter(sep="")(value)
+    return short if abs(value) >= 1e4 and len(short) <= 5 else text
 
 
-def _round_step(step: float) -> float:
-    scale = 10.0 ** math.floor(math.log10(step))
-    return scale * next(nice for nice in (1, 2, 5, 10) if nice * scale >= step * (1 - 1e-9))
-
-
-def _round_logs(values: Sequence[float]) -> list[float]:
+def _round_logs(low: float, high: float) -> list[float]:
     """Powers of ten, with 2 and 5 between them where those are few."""
-    low, high = min(values), max(values)
-
-    def marks(*digits: int) -> Iterator[float]:
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
-            yield from (digit * 10.0**power for digit in digits if low <= digit * 10.0**power <= high)
-
-    tens = list(marks(1))
-    return tens if len(tens) > 3 else list(marks(1, 2, 5))
+    tens, more = (
+        [float(at) for at in LogLocator(subs=subs, numticks=100).tick_values(low, high) if low <= at <= high]
+        for subs in ((1,), (1, 2, 5))
+    )
+    return tens if len(tens) > 3 else more

@@ -1,4 +1,4 @@
-"""Text from files as HTML: everything is escaped, a little Markdown is understood."""
+"""Text from files as HTML, for the templates: everything is escaped, a little Markdown is understood; figures as text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import math
 import re
 from typing import Any
+
+from markupsafe import Markup
 
 _SPANS = re.compile(
     r"`(?P<code>[^`]+)`"
@@ -17,30 +19,26 @@ _SPANS = re.compile(
 NOTHING = "\N{EN DASH}"
 
 
-def escape(value: object) -> str:
-    return html.escape(str(value), quote=True)
-
-
-def inline(markdown: str) -> str:
+def inline(markdown: str) -> Markup:
     """Code, bold, italics and links of a line. A link that is not of the web keeps its words only: the page may lie anywhere."""
     parts, at = [], 0
-    for found in _SPANS.finditer(markdown):
-        parts.append(escape(markdown[at : found.start()]))
-        at = found.end()
-        if found["code"] is not None:
-            parts.append(f"<code>{escape(found['code'])}</code>")
-        elif found["bold"] is not None:
-            parts.append(f"<strong>{inline(found['bold'])}</strong>")
-        elif found["italic"] is not None:
-            parts.append(f"<em>{inline(found['italic'])}</em>")
-        elif found["to"].startswith(("https://", "http://")):
-            parts.append(f'<a href="{escape(found["to"])}" rel="noreferrer">{inline(found["link"])}</a>')
+    for span in _SPANS.finditer(markdown):
+        parts.append(html.escape(markdown[at : span.start()]))
+        at = span.end()
+        if span["code"] is not None:
+            parts.append(f"<code>{html.escape(span['code'])}</code>")
+        elif span["bold"] is not None:
+            parts.append(f"<strong>{inline(span['bold'])}</strong>")
+        elif span["italic"] is not None:
+            parts.append(f"<em>{inline(span['italic'])}</em>")
+        elif span["to"].startswith(("https://", "http://")):
+            parts.append(f'<a href="{html.escape(span["to"])}" rel="noreferrer">{inline(span["link"])}</a>')
         else:
-            parts.append(inline(found["link"]))
-    return "".join([*parts, escape(markdown[at:])])
+            parts.append(inline(span["link"]))
+    return Markup("".join([*parts, html.escape(markdown[at:])]))
 
 
-def paragraphs(markdown: str) -> str:
+def paragraphs(markdown: str) -> Markup:
     """Paragraphs, and lists of lines that begin with a dash."""
     blocks = []
     for block in re.split(r"\n\s*\n", markdown.strip()):
@@ -56,13 +54,13 @@ def paragraphs(markdown: str) -> str:
                 items[-1] += f" {line}"
         if items:
             blocks.append(f"<ul>{''.join(f'<li>{inline(item)}</li>' for item in items)}</ul>")
-    return "".join(blocks) if markdown.strip() else ""
+    return Markup("".join(blocks) if markdown.strip() else "")
 
 
-def script_json(value: Any) -> str:
+def script_json(value: Any) -> Markup:
     """JSON that can stand inside <script>: no text in it can end the element or open a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: no line separators that JavaScript minds
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def figure(value: float | None) -> str:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import string
+import dataclasses
 import time
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 import nestpipe
-from nestpipe.report import charts, comparison, run
-from nestpipe.report.markup import escape
+from nestpipe.report import charts, comparison, markup, run
 from nestpipe.report.sources import Bench, Run, read_all
 
-QUICK = "Quick: small sizes, which show that it runs, not how fast."
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Article:
+    """kind: which macro of blocks.html shows the view: "run", "bench", or "sections"."""
+
+    anchor: str
+    heading: str
+    about: str
+    kind: str
+    view: Any
 
 
 def write(paths: Sequence[Path], *, out: Path | None = None, title: str | None = None) -> Path:
@@ -41,63 +54,60 @@ def default_path(paths: Sequence[Path]) -> Path:
 
 def render(sources: Sequence[Run | Bench], *, title: str | None = None) -> str:
     runs = [source for source in sources if isinstance(source, Run)]
-    articles: list[tuple[str, str, str, str]] = []  # id, heading, what it is, content
+    articles = [_article(number, source) for number, source in enumerate(sources, 1)]
     if len(runs) > 1:
-        content = charts.render(comparison.sections(runs))
-        articles.append(("comparison", "Comparison", f"{len(runs)} runs", content))
-    for number, source in enumerate(sources, 1):
-        heading = f"bench {source.suite}" if isinstance(source, Bench) else source.name
-        articles.append((f"source-{number}", heading, _kind(source), _content(source)))
+        view = charts.views(comparison.sections(runs))
+        articles.insert(0, Article("comparison", "Comparison", f"{len(runs)} runs", "sections", view))
     if title is None:
-        title = articles[0][1] if len(articles) == 1 else _counted(len(runs), len(sources) - len(runs))
-    template = string.Template(_file("page.html"))
-    return template.substitute(
-        title=escape(title),
-        version=escape(nestpipe.__version__),
-        css=_file("page.css"),
-        js="\n".join(_file(name) for name in ("page.js", "timeline.js", "controls.js")),
-        kind=f'<p class="kind">{escape(articles[0][2])}</p>' if len(articles) == 1 else "",
-        made=escape(f"nestpipe {nestpipe.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"),
-        contents=_contents(articles) if len(articles) > 1 else "",
-        main="\n".join(_article(*one, alone=len(articles) == 1) for one in articles),
+        title = articles[0].heading if len(articles) == 1 else _counted(len(runs), len(sources) - len(runs))
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=title,
+            version=nestpipe.__version__,
+            made=time.strftime("%Y-%m-%d %H:%M"),
+            css=_file("page.css"),
+            js=Markup("\n").join(_file(name) for name in ("page.js", "timeline.js", "controls.js")),
+            articles=articles,
+            alone=len(articles) == 1,
+            nothing=markup.NOTHING,
+        )
     )
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {
+        "inline": markup.inline,
+        "paragraphs": markup.paragraphs,
+        "script_json": markup.script_json,
+        "percent": lambda share: f"{100 * share:.2f}",
+    }
+    return environment
+
+
+def _file(name: str) -> Markup:
+    """A file of this package, which is no text to be escaped."""
+    return Markup((HERE / name).read_text(encoding="utf-8"))
+
+
+def _article(number: int, source: Run | Bench) -> Article:
+    anchor = f"source-{number}"
+    if isinstance(source, Bench):
+        machine = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in source.machine.items())
+        view = {"quick": source.quick, "command": source.command, "machine": machine}
+        view["sections"] = charts.views(source.sections)
+        return Article(anchor, f"bench {source.suite}", source.name, "bench", view)
+    workers = source.workers
+    about = source.way + (f", {workers} worker{'s' * (workers != 1)}" if workers else "")
+    return Article(anchor, source.name, about, "run", run.view(source))
 
 
 def _counted(runs: int, benches: int) -> str:
     """`2 runs and 1 bench`."""
     counts = ((runs, "run", "runs"), (benches, "bench", "benches"))
     return " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
-
-
-def _content(source: Run | Bench) -> str:
-    if isinstance(source, Run):
-        return run.render(source)
-    machine = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in source.machine.items())
-    quick = f'<p class="warning">{QUICK}</p>' if source.quick else ""
-    facts = f"<p><code>{escape(source.command)}</code></p>" + (f"<p>{escape(machine)}</p>" if machine else "")
-    return f'{quick}<div class="origin">{facts}</div>{charts.render(source.sections)}'
-
-
-def _kind(source: Run | Bench) -> str:
-    if isinstance(source, Bench):
-        return source.name
-    workers = source.result["workers"]
-    return f"{source.way}, {workers} worker{'s' * (workers != 1)}"
-
-
-def _article(anchor: str, heading: str, kind: str, content: str, *, alone: bool) -> str:
-    """alone: the heading of the page is its heading too."""
-    header = f'<header><h2>{escape(heading)}</h2><p class="kind">{escape(kind)}</p></header>'
-    return f'<article id="{anchor}">{"" if alone else header}{content}</article>'
-
-
-def _contents(articles: Sequence[tuple[str, str, str, str]]) -> str:
-    items = "".join(
-        f'<li><a href="#{anchor}">{escape(heading)}</a> <span>{escape(kind)}</span></li>'
-        for anchor, heading, kind, _ in articles
-    )
-    return f'<nav aria-label="contents"><ol>{items}</ol></nav>'
-
-
-def _file(name: str) -> str:
-    return (resources.files("nestpipe.report") / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One run: its figures, its timeline, where its time goes, its curves."""
+"""One run: its figures, what to change, its timeline, where its time goes, its curves."""
 
 from __future__ import annotations
 
@@ -7,141 +7,151 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nestpipe.bench.sections import Bars, Curves, Section, Table
-from nestpipe.report import charts, shares, timeline
-from nestpipe.report.markup import NOTHING, escape, figure, size
+from nestpipe.report import advice, charts, shares, timeline
+from nestpipe.report.markup import NOTHING, figure, size
 from nestpipe.report.sources import Run
+from nestpipe.schedule.ops import OPERATIONS
 from nestpipe.trace import COMPUTE, LaneTime, OpTime, RankSummary
-from nestpipe.trace.printout import verdict
 
 EXPOSED = (
     "Per step, mean over ranks, in the steady state. A lane is *busy* while it runs an operation. What a lane other than "
     "compute runs is *hidden* while compute runs too, and *exposed* while compute runs nothing: by that much it may have held "
-    "training up. On the compute lane itself everything counts."
+    "training up. On the compute lane itself everything counts; what it waits there inside a collective for another rank is "
+    "drawn apart."
 )
-MEANINGS = {
-    "PREFETCH": "read a batch, cut it into micro-batches",
-    "H2D": "inputs and labels to the device",
-    "ROUTE": "deduplicate keys, send them to the owners of their rows",
-    "RETRIEVE": "owners find or create the rows",
-    "SYNC": "rows that the batch before updated, into this one's buffer",
-    "EMB": "rows to the workers that asked for them",
-    "FWD": "the model, forward",
-    "BWD": "the model, backward; the last one begins the sum of dense gradients",
-    "REDUCE": "the rest of the sum of dense gradients over workers",
-    "AGREE": "sum of losses and weights over workers",
-    "GRAD": "gradients of rows to their owners",
-    "UPDATE": "row optimizers, once, where the rows are",
-    "DENSE": "the dense optimizer, once",
-    "WRITEBACK": "updated rows to where they are kept",
-}
 
-Found = Sequence[tuple[RankSummary, LaneTime]] | Sequence[tuple[RankSummary, OpTime]]
+Times = Sequence[tuple[RankSummary, LaneTime]] | Sequence[tuple[RankSummary, OpTime]]
 
 
-def render(run: Run) -> str:
-    parts = [f'<dl class="tiles">{"".join(_tile(*one) for one in _tiles(run))}</dl>']
+def view(run: Run) -> dict[str, Any]:
+    """For the macro `run` of blocks.html."""
+    advices = advice.advise(run)
+    items = [
+        {"title": item.title, "reason": item.reason, "lines": advice.lines(run, item), "gain": item.gain}
+        for item in advices
+    ]
+    sections = charts.views([*_curves(run), *_tables(run), *_starts(run), _facts(run)])
     if run.traces:
-        parts += [
-            f'<p class="verdict">{escape(_sentence(verdict(run.ranks)))}</p>',
-            timeline.render(run.traces, title=f"{run.name}, {run.way}"),
-            charts.render([shares.chart([run], [run.way])]),
-            _lanes(run.ranks),
-            _operations(run.ranks),
-        ]
-    else:
-        parts.append(
-            '<p class="verdict">No timeline: the run was not recorded. '
-            "<code>nestpipe train … --trace</code> records one.</p>"
+        step = charts.view(shares.chart([run], [run.way]))
+        sections = [step, _lanes(run), _operations(run), *sections]
+    return {
+        "warnings": list(_warnings(run)),
+        "tiles": [(*tile, "")[:3] for tile in _tiles(run)],
+        "advice": {"verdict": advice.verdict(run, advices), "advices": items, "how": advice.how(run)},
+        "timeline": timeline.view(run.traces, title=f"{run.name}, {run.way}") if run.traces else None,
+        "sections": sections,
+        "details": list(_details(run)),
+    }
+
+
+def _warnings(run: Run) -> Iterator[str]:
+    """What is not on the page, and why."""
+    if not run.result and run.config:
+        yield "This run has not finished: it has no result yet. Figures are of what it has written so far."
+    elif not run.result:
+        yield "This folder has no `result.json`, as the run of a script: no samples per second, tables or digest are known."
+    if run.resumed_after and run.traces:
+        yield (
+            f"The run was resumed after step {run.resumed_after:,}. Times and timeline are of the last start; what ran in "
+            f"earlier ones is not kept. Curves are of all starts."
         )
-    parts.append(charts.render([*_curves(run), _tables(run), _facts(run)]))
-    parts += _details(run)
-    return "".join(parts)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
-
-
-def _tile(name: str, value: str, remark: str = "") -> str:
-    small = f"<small>{escape(remark)}</small>" if remark else ""
-    return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
 
 
 def _tiles(run: Run) -> Iterator[tuple[str, ...]]:
-    result = run.result
-    yield "samples per second", f"{result['samples_per_second']:,.0f}"
+    result, loss = run.result, run.curves.get("train/loss", [])
+    if result:
+        yield "samples per second", f"{result['samples_per_second']:,.0f}", "without evaluation"
     if run.ranks:
-        mean = run.mean("mean_step_ms")
-        busy = sum(rank.lane(COMPUTE).busy_ms for rank in run.ranks) / len(run.ranks)
-        yield "step", f"{figure(run.mean('step_ms'))} ms", "median"
-        yield "compute lane busy", f"{busy / mean:.0%}"
-        parts = shares.shares(run)
-        for name in ("exposed communication", "exposed lookup"):
-            yield name, f"{figure(parts[name])} ms", f"{parts[name] / mean:.1%} of a step"
-    yield "loss", _number(result.get("last_loss")), f"from {_number(result.get('first_loss'))}"
-    for name, value in result.get("metrics", {}).items():
-        yield name, _number(value)
+        step, parts = run.mean("mean_step_ms"), shares.shares(run)
+        yield "step", f"{figure(step)} ms", "mean" + (", without pauses" if run.paused else "")
+        for name in shares.PARTS[:4]:
+            if name in (shares.PARTS[0], *shares.PARTS[2:4]) or parts[name]:
+                yield name, f"{parts[name] / step:.0%}", f"{figure(parts[name])} ms of a step"
+    first = loss[0][1] if run.resumed_after and loss else result.get("first_loss", loss[0][1] if loss else None)
+    last = result.get("last_loss", loss[-1][1] if loss else None)
+    if first is not None or last is not None:
+        yield "training loss", _number(last), f"from {_number(first)}"
+    split = run.config.get("train", {}).get("eval_split", "evaluation")
+    for name, value in (result.get("metrics") or {}).items():
+        yield f"{name} ({split})", _number(value)
 
 
 def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if isinstance(value, float) else NOTHING
 
 
-def _lanes(ranks: Sequence[RankSummary]) -> str:
+def _lanes(run: Run) -> charts.View:
+    ranks = run.ranks
     names = list(dict.fromkeys(lane.lane for rank in ranks for lane in rank.lanes))
-    found = {name: [(rank, rank.lane(name)) for rank in ranks if _has(rank, name)] for name in names}
-    step = sum(rank.mean_step_ms for rank in ranks) / len(ranks)
+    times = {name: [(rank, rank.lane(name)) for rank in ranks if _has(rank, name)] for name in names}
+    waited = {name: _waited(run, lane=name) for name in names}
+    step = run.mean("mean_step_ms")
     rows = []
     for name in names:
-        busy, idle, exposed = (_mean(found[name], f"{what}_ms") for what in ("busy", "idle", "exposed"))
-        worst = _worst(found[name], "idle_ms" if name == COMPUTE else "exposed_ms")
-        rows.append([name, *(f"{ms:.2f} ms, {ms / step:.0%}" for ms in (busy, idle, exposed)), worst])
-    chart = Bars("Lanes", "ms", names, _parts(found, names), {"a whole step": [step] * len(names)}, EXPOSED)
-    return charts.bars(chart, Table("Lanes", ["lane", "busy", "idle", "exposed", "worst rank"], rows))
+        busy, idle, exposed = (_mean(times[name], f"{what}_ms") for what in ("busy", "idle", "exposed"))
+        worst = _worst(times[name], "idle_ms" if name == COMPUTE else "exposed_ms")
+        rows.append([name, *(f"{ms:.2f} ms, {ms / step:.0%}" for ms in (busy, waited[name], idle, exposed)), worst])
+    parts = _parts(times, names, list(waited.values()))
+    chart = Bars("Lanes", "ms", names, parts, {"a whole step": [step] * len(names)}, EXPOSED)
+    return charts.view(chart, Table("Lanes", ["lane", "busy", "of it waiting", "idle", "exposed", "worst rank"], rows))
 
 
-def _operations(ranks: Sequence[RankSummary]) -> str:
-    ops = list(dict.fromkeys((op.op, op.lane) for rank in ranks for op in rank.ops))
-    found = {key: [(rank, op) for rank in ranks for op in rank.ops if (op.op, op.lane) == key] for key in ops}
+def _operations(run: Run) -> charts.View:
+    ops = list(dict.fromkeys((op.op, op.lane) for rank in run.ranks for op in rank.ops))
+    times = {key: [(rank, op) for rank in run.ranks for op in rank.ops if (op.op, op.lane) == key] for key in ops}
+    waited = {(op, lane): _waited(run, lane=lane, op=op) for op, lane in ops}
     rows = []
-    for (op, lane), ones in found.items():
-        often = sum(one.count / rank.steps for rank, one in ones) / len(ones)
-        times = [f"{_mean(ones, 'ms'):.2f} ms", f"{_mean(ones, 'exposed_ms'):.2f} ms"]
-        rows.append([op, lane, f"{often:.1f}", *times, _worst(ones, "exposed_ms"), MEANINGS.get(op, "")])
-    chart = Bars("Operations", "ms", [f"{op} · {lane}" for op, lane in ops], _parts(found, [lane for _, lane in ops]))
-    columns = ["operation", "lane", "in a step", "takes", "exposed", "worst rank", "what it does"]
-    return charts.bars(chart, Table("Operations", columns, rows))
+    for (op, lane), of_ranks in times.items():
+        often = sum(of_op.count / rank.steps for rank, of_op in of_ranks) / len(of_ranks)
+        took = (_mean(of_ranks, "ms"), waited[op, lane], _mean(of_ranks, "exposed_ms"))
+        meaning = OPERATIONS[op].meaning if op in OPERATIONS else ""
+        worst = _worst(of_ranks, "exposed_ms")
+        rows.append([op, lane, f"{often:.1f}", *(f"{ms:.2f} ms" for ms in took), worst, meaning])
+    parts = _parts(times, [lane for _, lane in ops], list(waited.values()))
+    chart = Bars("Operations", "ms", [f"{op} · {lane}" for op, lane in ops], parts)
+    columns = ["operation", "lane", "in a step", "takes", "of it waiting", "exposed", "worst rank", "what it does"]
+    return charts.view(chart, Table("Operations", columns, rows))
 
 
-def _parts(found: Mapping[Any, Found], lanes: Sequence[str]) -> dict[str, list[float]]:
-    """Hidden, exposed, and what is neither: the compute lane's own. One of each for each lane or operation."""
+def _waited(run: Run, *, lane: str, op: str | None = None) -> float:
+    """Milliseconds per step, mean over ranks, for the last rank to come."""
+    of_ranks = shares.waiting(run)
+    total = sum(ms for rank in of_ranks for (at, name), ms in rank.items() if at == lane and op in (None, name))
+    return total / len(of_ranks)
+
+
+def _parts(times: Mapping[Any, Times], lanes: Sequence[str], waited: Sequence[float]) -> dict[str, list[float]]:
+    """Hidden, exposed, and what is neither: the compute lane's own, and there what is waiting. One of each for each lane or
+    operation."""
     mine = [lane == COMPUTE for lane in lanes]
-    busy = [_mean(ones, "ms" if isinstance(ones[0][1], OpTime) else "busy_ms") for ones in found.values()]
-    exposed = [_mean(ones, "exposed_ms") for ones in found.values()]
-    return {
-        "compute lane": [ms if own else 0.0 for ms, own in zip(busy, mine, strict=True)],
+    busy = [_mean(of, "ms" if isinstance(of[0][1], OpTime) else "busy_ms") for of in times.values()]
+    exposed = [_mean(of, "exposed_ms") for of in times.values()]
+    parts = {
+        "compute lane": [max(0.0, b - w) if own else 0.0 for b, w, own in zip(busy, waited, mine, strict=True)],
+        shares.WAITING: [ms if own else 0.0 for ms, own in zip(waited, mine, strict=True)],
         "exposed": [0.0 if own else ms for ms, own in zip(exposed, mine, strict=True)],
         "hidden": [0.0 if own else max(0.0, b - e) for b, e, own in zip(busy, exposed, mine, strict=True)],
     }
+    return {name: values for name, values in parts.items() if any(values)}
 
 
 def _has(rank: RankSummary, lane: str) -> bool:
-    return any(one.lane == lane for one in rank.lanes)
+    return any(of_lane.lane == lane for of_lane in rank.lanes)
 
 
-def _mean(found: Found, name: str) -> float:
-    return float(sum(getattr(one, name) for _, one in found) / len(found))
+def _mean(times: Times, name: str) -> float:
+    return float(sum(getattr(of_rank, name) for _, of_rank in times) / len(times))
 
 
-def _worst(found: Found, name: str) -> str:
-    rank, one = max(found, key=lambda pair: getattr(pair[1], name))
-    return f"rank {rank.rank}: {name.split('_')[0]} {getattr(one, name):.2f} ms"
+def _worst(times: Times, name: str) -> str:
+    rank, of_rank = max(times, key=lambda pair: getattr(pair[1], name))
+    return f"rank {rank.rank}: {name.split('_')[0]} {getattr(of_rank, name):.2f} ms"
 
 
 def _curves(run: Run) -> Iterator[Section]:
     loss = run.curves.get("train/loss", [])
     if len(loss) > 1:
-        yield Curves("Loss", "step", "loss", [at for at, _ in loss], {"loss": [value for _, value in loss]})
+        yield Curves("Training loss", "step", "loss", [at for at, _ in loss], {"loss": [value for _, value in loss]})
     for tag, points in run.curves.items():
         split, _, name = tag.partition("/")
         if split != "train" and len(points) > 1:
@@ -149,46 +159,70 @@ def _curves(run: Run) -> Iterator[Section]:
             yield Curves(f"{name} ({split})", "step", name, [at for at, _ in points], {name: values})
 
 
-def _tables(run: Run) -> Table:
+def _tables(run: Run) -> Iterator[Table]:
     rows = [
         [
             name,
-            f"{one.get('rows', 0):,}",
-            size(one.get("bytes", 0)),
-            figure(one.get("bytes_per_row")),
-            size(one["file_bytes"]) if one.get("file_bytes") else NOTHING,
+            f"{table.get('rows', 0):,}",
+            size(table.get("bytes", 0)),
+            figure(table.get("bytes_per_row")),
+            size(table["file_bytes"]) if table.get("file_bytes") else NOTHING,
         ]
-        for name, one in run.result["tables"].items()
+        for name, table in run.result.get("tables", {}).items()
     ]
-    return Table("Tables", ["table", "rows", "in memory", "bytes a row", "on disk"], rows)
+    if rows:
+        yield Table("Tables", ["table", "rows", "in memory", "bytes a row", "on disk"], rows)
+
+
+def _starts(run: Run) -> Iterator[Table]:
+    if len(run.starts) > 1:
+        rows = [
+            [str(number), f"{start.first_step:,} to {start.last_step:,}", f"{start.seconds:,.0f} s"]
+            for number, start in enumerate(run.starts, 1)
+        ]
+        rows.append(["all", f"{rows[0][1].split()[0]} to {run.starts[-1].last_step:,}",
+                     f"{sum(start.seconds for start in run.starts):,.0f} s"])  # fmt: skip
+        note = (
+            "The run was stopped and resumed. Steps between the first and the last point in the curves of each start, without "
+            "those that a later one did again; evaluations count for the time."
+        )
+        yield Table("Starts", ["start", "steps", "took"], rows, note)
 
 
 def _facts(run: Run) -> Table:
-    result = run.result
+    result, before = run.result, run.resumed_after
     settings = run.config.get("schedule", {})
     rows = [
-        ["schedule", str(result["schedule"])],
-        ["micro-batches", str(result["micro_batches"])],
+        ["schedule", run.schedule or NOTHING],
+        ["micro-batches", str(run.micro_batches)],
         *([["clustering", str(settings["clustering"])]] if settings.get("clustering") else []),
-        ["workers", str(result["workers"])],
-        ["steps", f"{result['steps']:,}"],
-        ["samples", f"{result['samples']:,}"],
-        ["seconds", figure(result.get("seconds"))],
+        ["workers", str(run.workers or NOTHING)],
     ]
-    steps = result.get("session_steps", result["steps"])  # that it was sent in
-    if isinstance(result.get("bytes_sent"), int) and steps:
-        rows.append(["sent in a step", size(result["bytes_sent"] / steps)])
+    if result:
+        steps, samples = result["steps"], result["samples"]
+        in_all = f", {run.session_steps:,} of them since the last start" if before else ""
+        rows += [["steps", f"{steps:,}{in_all}"]]
+        about = f"about {steps * (run.samples_per_step or 0):,.0f}, {samples:,} of them since the last start"
+        rows += [["samples", about if before and run.session_steps else f"{samples:,}"]]
+        since = " since the last start" if before else ""
+        rows += [[f"seconds of training{since}", figure(result.get("seconds"))]]
+        if result.get("evaluation_seconds"):
+            rows.append([f"seconds of evaluation meanwhile{since}", figure(result["evaluation_seconds"])])
+    elif run.ranks:
+        rows.append(["recorded steps", f"{run.ranks[0].steps + 2 * run.ranks[0].skipped:,}"])
+    if run.paused:
+        rows.append(["seconds of pauses left out of all times (evaluation, checkpoints)", figure(run.paused)])
+    if isinstance(result.get("bytes_sent"), int) and run.session_steps:
+        rows.append(["sent in a step", size(result["bytes_sent"] / run.session_steps)])
     if result.get("skipped_batches"):
         rows.append(["skipped batches (not finite)", str(result["skipped_batches"])])
-    return Table("Facts", ["", ""], [*rows, ["digest", f"`{result['digest']}`"]])
+    if result:
+        rows.append(["digest", f"`{result['digest']}`"])
+    return Table("Facts", ["", ""], rows)
 
 
-def _details(run: Run) -> Iterator[str]:
+def _details(run: Run) -> Iterator[tuple[str, str]]:
     if run.traces:
-        yield _folded("The schedule, lane by lane", run.traces[0].text)
+        yield "The schedule, lane by lane", run.traces[0].text
     if run.config:
-        yield _folded("The configuration", json.dumps(run.config, indent=2))
-
-
-def _folded(title: str, text: str) -> str:
-    return f'<details><summary>{escape(title)}</summary><pre tabindex="0">{escape(text)}</pre></details>'
+        yield "The configuration", json.dumps(run.config, indent=2)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nestpipe.bench.sections import Bars, Curves, Section, Table, from_json
+from nestpipe.schedule.ops import FWD
 from nestpipe.trace import RankSummary, RankTrace, read, summary
+from nestpipe.trace.ranks import waits, without_pauses
 from nestpipe.trace.record import FOLDER as TRACE
 
 Points = list[tuple[int, float]]
@@ -27,21 +32,71 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Start:
+    """A run that was resumed has several: steps that each did and the next did not do again, and the seconds between their first
+    and last point in the curves."""
+
+    first_step: int
+    last_step: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of what is computed once for each run
 class Run:
-    """A finished run. traces, ranks: empty where it was not recorded. curves: by TensorBoard's tag, e.g. `train/loss`."""
+    """result, config: empty where the folder has none, as that of a script. traces: without pauses, which took `paused` seconds;
+    empty where the run was not recorded, as are ranks and waits (see `trace.ranks`). curves: by TensorBoard's tag, e.g.
+    `train/loss`, over all starts.
+    """
 
     name: str
     result: dict[str, Any]
     config: dict[str, Any]
     traces: list[RankTrace]
     ranks: list[RankSummary]
+    waits: list[np.ndarray]
+    paused: float
     curves: dict[str, Points]
+    starts: list[Start]
+
+    @property
+    def schedule(self) -> str | None:
+        recorded = self.traces[0].schedule if self.traces else self.config.get("schedule", {}).get("name")
+        return str(self.result.get("schedule", recorded)) if self.result or recorded else None
+
+    @property
+    def micro_batches(self) -> int:
+        recorded = (
+            max((event.part or 0 for event in self.traces[0].events if event.op == FWD), default=0)
+            if self.traces
+            else 0
+        )
+        return int(self.result.get("micro_batches", recorded + 1))
+
+    @property
+    def workers(self) -> int | None:
+        return self.result.get("workers", len(self.traces) or None)
 
     @property
     def way(self) -> str:
         """`nested, 8 micro-batches`."""
-        parts = self.result["micro_batches"]
-        return str(self.result["schedule"]) + (f", {parts} micro-batches" if parts != 1 else "")
+        parts = self.micro_batches
+        return (self.schedule or "unfinished") + (f", {parts} micro-batches" if parts != 1 else "")
+
+    @property
+    def samples_per_step(self) -> float | None:
+        """Of all workers together."""
+        return self.result["samples"] / self.session_steps if self.session_steps else None
+
+    @property
+    def session_steps(self) -> int:
+        """Steps since the last start, which samples, seconds and bytes of the result are of."""
+        return int(self.result.get("session_steps", self.result.get("steps", 0)))
+
+    @property
+    def resumed_after(self) -> int:
+        """Step after which the last start began."""
+        first_recorded = min((event.batch for event in self.traces[0].events), default=0) if self.traces else 0
+        return int(self.result.get("resumed_after", first_recorded if len(self.starts) > 1 else 0))
 
     def mean(self, name: str) -> float:
         """Of a figure of the ranks."""
@@ -79,12 +134,34 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_run(folder: Path, name: str) -> Run:
-    path = folder / "result.json"
-    if not path.is_file():
+    result = _read_result(folder / "result.json") if (folder / "result.json").is_file() else {}
+    config_file = folder / "config.json"
+    config = _read_json(config_file) if config_file.is_file() else {}
+    for section in ("schedule", "train", "tables"):
+        _check_objects(config_file, config, section)
+    recorded = read(folder) if (folder / TRACE).is_dir() and any((folder / TRACE).glob("rank-*.json")) else []
+    curves, starts = _read_curves(folder / "tensorboard")
+    if not (result or recorded or curves):
         raise ValueError(
-            f"{folder} has no result.json: it is not a run folder, or its run has not finished; "
-            f"make one with `nestpipe train CONFIG.toml --trace --out {folder}`"
+            f"{folder} has no result.json: it is not a run folder, or its run has not finished, and it has no traces or curves "
+            f"either; make one with `nestpipe train CONFIG.toml --trace --out {folder}`, or in a script with "
+            f"Trainer(..., record=True) and trainer.save_trace({str(folder)!r})"
         )
+    traces, paused = without_pauses(recorded) if recorded else ([], 0.0)
+    return Run(
+        name=name,
+        result=result,
+        config=config,
+        traces=traces,
+        ranks=summary(traces),
+        waits=waits(traces),
+        paused=paused,
+        curves=curves,
+        starts=starts,
+    )
+
+
+def _read_result(path: Path) -> dict[str, Any]:
     result = _read_json(path)
     missing = [entry for entry in NEEDED if entry not in result]
     if missing:
@@ -96,18 +173,7 @@ def _read_run(folder: Path, name: str) -> Run:
         _check_objects(path, result, entry)
     for table in result["tables"]:
         _check_objects(path, result["tables"], table, what="'tables'")
-    config_file = folder / "config.json"
-    config = _read_json(config_file) if config_file.is_file() else {}
-    _check_objects(config_file, config, "schedule")
-    traces = read(folder) if (folder / TRACE).is_dir() and any((folder / TRACE).glob("rank-*.json")) else []
-    return Run(
-        name=name,
-        result=result,
-        config=config,
-        traces=traces,
-        ranks=summary(traces),
-        curves=_read_curves(folder / "tensorboard"),
-    )
+    return result
 
 
 def _check_objects(path: Path, values: dict[str, Any], entry: str, *, what: str | None = None) -> None:
@@ -116,19 +182,30 @@ def _check_objects(path: Path, values: dict[str, Any], entry: str, *, what: str 
         raise ValueError(f"{path}: {what or repr(entry)} must be a JSON object, got {values[entry]!r:.40}; train again")
 
 
-def _read_curves(folder: Path) -> dict[str, Points]:
-    """Of the newest file: a folder that was trained into twice has two."""
+def _read_curves(folder: Path) -> tuple[dict[str, Points], list[Start]]:
+    """Each start of a run has written a file; steps that a later one did again are taken from that one."""
     files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
     if not files:
-        return {}
+        return {}, []
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # slow to import
 
     curves: dict[str, Points] = {}
-    for event in EventFileLoader(str(files[-1])).Load():
-        for value in event.summary.value:
-            if len(value.tensor.float_val) == 1 and math.isfinite(value.tensor.float_val[0]):
-                curves.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
-    return curves
+    times: list[list[tuple[int, float]]] = []  # of each start: step, time of day
+    for path in files:
+        points = [
+            (value.tag, event.step, event.wall_time, value.tensor.float_val[0])
+            for event in EventFileLoader(str(path)).Load()
+            for value in event.summary.value
+            if len(value.tensor.float_val) == 1 and math.isfinite(value.tensor.float_val[0])
+        ]
+        first = min((step for _, step, _, _ in points), default=sys.maxsize)
+        curves = {tag: [point for point in line if point[0] < first] for tag, line in curves.items()}
+        times = [[(step, time) for step, time in of_start if step < first] for of_start in times]
+        for tag, step, _, value in points:
+            curves.setdefault(tag, []).append((step, value))
+        times.append([(step, time) for tag, step, time, _ in points if tag.startswith("train/")])
+    starts = [Start(kept[0][0], kept[-1][0], kept[-1][1] - kept[0][1]) for kept in times if kept]
+    return {tag: line for tag, line in curves.items() if line}, starts
 
 
 def _read_bench(path: Path, name: str) -> Bench:

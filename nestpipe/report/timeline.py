@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from nestpipe.report.markup import escape, script_json
 from nestpipe.trace import COMPUTE, RankTrace
 from nestpipe.trace.picture import COLOURS, colour_of
 from nestpipe.trace.times import covered, steady_steps, union
@@ -19,37 +18,9 @@ PAPER, NIGHT = "#ffffff", "#14181d"  # what colours must stand out from, as in p
 FILL, EDGE = 1.8, 3.0  # least contrast: bars keep the colours of the picture, their edges can be seen by all
 
 
-def render(traces: Sequence[RankTrace], *, title: str) -> str:
-    """The figure; without scripts only its caption."""
+def view(traces: Sequence[RankTrace], *, title: str) -> dict[str, Any]:
     data = payload(traces)
-    caption = _caption(traces, data)
-    keys = "".join(
-        f'<li><i class="key" data-op="{number}"></i>{escape(op)}</li>' for number, op in enumerate(data["ops"])
-    )
-    buttons = "".join(
-        f'<button type="button" data-do="{action}" aria-label="{label}" title="{label}">{sign}</button>'
-        for action, label, sign in (
-            ("left", "earlier", "←"),
-            ("right", "later", "→"),
-            ("out", "zoom out", "&minus;"),
-            ("in", "zoom in", "+"),
-            ("all", "show all steps", "All"),
-        )
-    )
-    return (
-        f'<section class="block timeline"><h3>What ran when</h3><div class="note"><p>{escape(caption)}</p></div>'
-        f'<div class="tools"><div class="buttons" role="group" aria-label="timeline">{buttons}</div>'
-        f'<output class="range"></output></div>'
-        f'<canvas tabindex="0" role="group" aria-label="Timeline of {escape(title)}. Plus and minus zoom, shift with left '
-        f"and right moves, left and right go from operation to operation, up and down from lane to lane, 0 shows "
-        f'everything."></canvas>'
-        f'<ul class="legend">{keys}<li><i class="key starved"></i>compute runs nothing</li>'
-        f'<li><i class="key strip"></i>exposed: runs while compute runs nothing</li></ul>'
-        f'<p class="hint">Wheel or pinch zooms, dragging moves. A click or tap on an operation follows its batch through '
-        f'the lanes. <span class="keys">Keys: + &minus; 0, arrows, Shift + arrows, Esc.</span></p>'
-        f"<noscript><p>The timeline needs JavaScript.</p></noscript>"
-        f'<script type="application/json">{script_json(data)}</script></section>'
-    )
+    return {"title": title, "caption": _caption(traces, data), "data": data}
 
 
 def payload(traces: Sequence[RankTrace]) -> dict[str, Any]:

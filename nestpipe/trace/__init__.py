@@ -1,12 +1,13 @@
 """What ran when: recorded operations as a Perfetto file, a picture and a table.
 
 `record` is the file format that the engine writes and everything here reads; `times` says how long each lane was
-busy, idle and exposed; `chrome` and `picture` make the files that one looks at; `printout` does it all for a run.
+busy, idle and exposed, `ranks` what they waited for each other; `chrome` and `picture` make the files that one looks
+at; `printout` does it all for a run.
 """
 
 from nestpipe.trace.chrome import to_chrome
 from nestpipe.trace.picture import draw
-from nestpipe.trace.printout import report
+from nestpipe.trace.printout import describe, report
 from nestpipe.trace.record import COMPUTE, Event, RankTrace, clear, read, save, wall_offset_ns
 from nestpipe.trace.times import LaneTime, OpTime, RankSummary, summary
 
@@ -18,6 +19,7 @@ __all__ = [
     "RankSummary",
     "RankTrace",
     "clear",
+    "describe",
     "draw",
     "read",
     "report",

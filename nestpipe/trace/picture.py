@@ -88,7 +88,7 @@ def title(traces: Sequence[RankTrace]) -> str:
     who = f"{len(traces)} ranks" if len(traces) > 1 else "1 rank"
     if num_shown < len(traces):
         who += f" (0 to {num_shown - 1} shown)"
-    step = float(np.mean([rank.step_ms for rank in ranks]))
+    step = float(np.mean([rank.mean_step_ms for rank in ranks]))
     share = float(np.mean([rank.lane(COMPUTE).busy_ms / rank.mean_step_ms for rank in ranks]))
     text = f"{traces[0].schedule}, {who}: step {step:.1f} ms, compute lane busy {share:.0%}, "
     return text + exposed_share(ranks)

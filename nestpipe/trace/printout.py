@@ -9,6 +9,7 @@ import numpy as np
 
 from nestpipe.trace.chrome import to_chrome
 from nestpipe.trace.picture import draw
+from nestpipe.trace.ranks import waits
 from nestpipe.trace.record import COMPUTE, RankTrace, read, write_compact
 from nestpipe.trace.times import RankSummary, summary
 
@@ -16,17 +17,22 @@ from nestpipe.trace.times import RankSummary, summary
 def report(run_folder: Path) -> str:
     """Writes RUN/trace.json (Perfetto) and RUN/trace.png; returns what to print: schedule, lanes, operations, verdict."""
     traces = read(run_folder)
-    ranks = summary(traces)  # before the files: a trace without a step leaves none behind
+    told = describe(traces)  # before the files: a trace without a step leaves none behind
     timeline, picture = run_folder / "trace.json", run_folder / "trace.png"
     write_compact(timeline, to_chrome(traces))
     draw(traces, picture)
+    return f"{told}\n\npicture: {picture}\ntimeline: {timeline} (open ui.perfetto.dev, then drop the file on the page)"
+
+
+def describe(traces: Sequence[RankTrace]) -> str:
+    """What each lane and each operation took per step, as text: of the traces of all ranks, or of one's own alone."""
+    ranks = summary(traces)
     parts = [
         f"schedule {traces[0].schedule}\n{traces[0].text.rstrip()}",
         "\n".join([_measured(ranks), *_notes(traces, ranks)]),
         lane_table(ranks),
         op_table(ranks),
-        verdict(ranks),
-        f"picture: {picture}\ntimeline: {timeline} (open ui.perfetto.dev, then drop the file on the page)",
+        "\n".join([verdict(ranks), *_waiting(traces, ranks)]),
     ]
     return "\n\n".join(parts)
 
@@ -58,7 +64,7 @@ def op_table(ranks: Sequence[RankSummary]) -> str:
 
 def verdict(ranks: Sequence[RankSummary]) -> str:
     """One sentence: how busy the compute lane is, what is exposed, and how far the step is from its busiest lane."""
-    step = float(np.mean([rank.step_ms for rank in ranks]))
+    step = float(np.mean([rank.mean_step_ms for rank in ranks]))
     share = float(np.mean([rank.lane(COMPUTE).busy_ms / rank.mean_step_ms for rank in ranks]))
     others = [lane for lane in _names(ranks) if lane != COMPUTE]
     if others:
@@ -74,6 +80,21 @@ def verdict(ranks: Sequence[RankSummary]) -> str:
         f"the compute lane is busy {share:.0%} of a step of {step:.1f} ms; exposed: {told}; "
         f"a step takes {slowest.step_over_busiest:.2f}x its busiest lane ({slowest.busiest.lane})"
     )
+
+
+def _waiting(traces: Sequence[RankTrace], ranks: Sequence[RankSummary]) -> list[str]:
+    """Of what looks like work of a collective, how much is waiting for another rank; the one that waits least is waited for."""
+    if len(traces) < 2:
+        return []
+    counted = [
+        (t.columns.end > r.window_ns[0]) & (t.columns.end <= r.window_ns[1]) for t, r in zip(traces, ranks, strict=True)
+    ]
+    waited = [
+        wait[of_rank & (trace.columns.lane == trace.lanes.index(COMPUTE))].sum() / 1e6 / rank.steps
+        for trace, rank, wait, of_rank in zip(traces, ranks, waits(traces), counted, strict=True)
+    ]
+    told = ", ".join(f"rank {rank.rank} {ms:.1f} ms" for rank, ms in zip(ranks, waited, strict=True))
+    return [f"of a step the compute lane waits for the last rank to come to a collective: {told}"]
 
 
 def _measured(ranks: Sequence[RankSummary]) -> str:
