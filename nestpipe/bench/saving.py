@@ -30,7 +30,7 @@ from nestpipe.bench.progress import tell
 from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.checkpoint import manifest as manifests
-from nestpipe.engine.step import StepResult
+from nestpipe.engine.context import StepResult
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.tables import Feature
