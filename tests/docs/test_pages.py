@@ -1,7 +1,7 @@
 """The examples of docs/guide.md and docs/extending.md run as they stand: each page in an empty folder, from top to bottom.
 
-A block with a title is a file of that name. A config is read as soon as it is written. Python without a title runs where it stands,
-with the names of what has run before. Commands of a shell run too, but for those that install or set up an environment.
+A block with a title is a file of that name. A config is read as soon as it is written. Python without a title runs where it
+stands, with the names of what has run before. Commands of a shell run too, but for those that set up an environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from nestpipe import config
+from nestpipe.bench.suites import SUITES
 from nestpipe.cli import main
+from nestpipe.optim import OPTIMIZERS
+from nestpipe.schedule import SCHEDULES
+from nestpipe.store.table_store import UPDATES
 
 ROOT = Path(__file__).parents[2]
 SET_UP = ("python3", "source", "pip", "make")  # done by whoever runs this
@@ -44,7 +48,9 @@ def blocks_of(page: str) -> list[Block]:
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, which is also where modules are looked for; those that were imported are forgotten afterwards."""
+    """The current folder, also where modules are looked for. What was imported and registered is forgotten afterwards."""
+    registries: list[dict[Any, Any]] = [SCHEDULES, OPTIMIZERS, UPDATES, SUITES]
+    before = [dict(registry) for registry in registries]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -53,6 +59,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
 
 
 def run_command(command: str, names: dict[str, Any]) -> None:
