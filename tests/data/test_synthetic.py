@@ -3,7 +3,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from data_samples import all_ranks, global_batches, read, read_samples, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from nestpipe.data import SyntheticClicks, SyntheticSequences
 from nestpipe.data.draws import to_keys
 from nestpipe.data.overlap import Overlap, cover
 from nestpipe.data.synthetic_sequences import length_quantiles
+from tests.data.data_samples import all_ranks, global_batches, read, read_samples, same
 
 
 def small_sequences(**options):
@@ -39,10 +39,10 @@ MAKERS = pytest.mark.parametrize("make", [small_sequences, small_clicks])
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_global_batches_do_not_depend_on_the_world(make, overlap, split):
     dataset = make(overlap=overlap, num_valid_samples=50)
-    one = global_batches(dataset, split, batch_size=12, world=1, seed=3, epoch=1)
-    assert [len(batch) for batch in one] == [12, 12, 12, 12, 2]
-    assert global_batches(dataset, split, batch_size=6, world=2, seed=3, epoch=1) == one
-    assert global_batches(dataset, split, batch_size=4, world=3, seed=3, epoch=1) == one
+    alone = global_batches(dataset, split, batch_size=12, world=1, seed=3, epoch=1)
+    assert [len(batch) for batch in alone] == [12, 12, 12, 12, 2]
+    assert global_batches(dataset, split, batch_size=6, world=2, seed=3, epoch=1) == alone
+    assert global_batches(dataset, split, batch_size=4, world=3, seed=3, epoch=1) == alone
 
 
 @MAKERS
