@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test grid kill failures lint clean
+.PHONY: demo test docs grid kill failures lint clean
 .DEFAULT_GOAL := demo
 
 demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -14,6 +14,10 @@ demo: .venv/ready
 # CI=1: hypothesis tries the same examples every time. Without it (pytest by hand) it looks for new ones.
 test: .venv/ready lint
 	CI=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+# The pages of docs/ and the API from the docstrings, in site/index.html.
+docs: .venv/ready
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 # Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
 grid: .venv/ready
@@ -36,8 +40,8 @@ lint: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nestpipe needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,6 +9,7 @@ from nestpipe.importing import nothing_collected
 
 if TYPE_CHECKING:
     from nestpipe.batch import Batch, Jagged, Output
+    from nestpipe.engine.context import StepResult
     from nestpipe.errors import TrainingError
     from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
     from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform
@@ -18,12 +19,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "Batch", "Eviction", "Feature", "FitResult", "Jagged", "Normal", "Output",
-    "RowwiseAdagrad", "Table", "Trainer", "TrainingError", "Uniform",
+    "RowwiseAdagrad", "StepResult", "Table", "Trainer", "TrainingError", "Uniform",
 ]  # fmt: skip
 
 # Where each stands. Imported when it is first asked for: torch takes seconds, and `nestpipe --help` needs none of it.
 _HOMES = {
     "batch": ("Batch", "Jagged", "Output"),
+    "engine.context": ("StepResult",),
     "errors": ("TrainingError",),
     "optim": ("SGD", "Adagrad", "Adam", "RowwiseAdagrad"),
     "tables": ("Eviction", "Feature", "Normal", "Table", "Uniform"),

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from nestpipe.batch import Jagged
 
+__all__ = ["AUC", "NDCG", "HitRate", "NormalizedEntropy"]
+
 # Fixed point: 2**-40 is far below what a loss of float32 predictions means, and integers add up in any order.
 FIXED_POINT = 2**40
 EPSILON = 1e-12

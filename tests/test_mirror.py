@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Folders of their own: what several modules promise together, and what documents say.
-WHOLE = {"behaviour", "docs"}
+# Folders of their own: what several modules promise together, what documents say, and the wheel.
+WHOLE = {"behaviour", "docs", "packaging"}
 # Files in a folder of the package that are about all of it, or about several of its modules.
 BEHAVIOURS = {
     "bench/test_peers.py": "the comparison with peers: nestpipe/bench/peers",

@@ -34,7 +34,8 @@ class Dataset(Protocol):
     the config says otherwise, because parsing holds the GIL.
     """
 
-    features: tuple[str, ...]
+    @property
+    def features(self) -> tuple[str, ...]: ...  # to be read: an attribute of the class will do
 
     def batches(
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0

@@ -76,13 +76,13 @@ def _sum_of_squares(values):
 
 
 @inlined
-def _ask_ahead(rows, positions, i, num_bytes):
+def ask_ahead(rows, positions, i, num_bytes):
     if i + NEAR < len(positions):
         ask_for(address(rows, positions[i + NEAR]), num_bytes)
 
 
 @inlined
-def _sum_gradient(grads, i, scale, grad):
+def sum_gradient(grads, i, scale, grad):
     """grad = the sum of row i's gradients, times scale."""
     first, last = grads.start[i], grads.start[i + 1]
     if first == last:
@@ -101,7 +101,7 @@ def _sum_gradient(grads, i, scale, grad):
 
 
 @inlined
-def _clip_and_decay(row, weight_decay, clip, grad):
+def clip_and_decay(row, weight_decay, clip, grad):
     if clip > 0:
         norm = math.sqrt(_sum_of_squares(grad))
         if norm > clip:
@@ -114,21 +114,21 @@ def _clip_and_decay(row, weight_decay, clip, grad):
 
 
 @inlined
-def _load_half(here, row):
+def load_half(here, row):
     bits = carray(half_pointer(here), len(row))
     for d in range(len(row)):
         row[d] = widen(bits[d])
 
 
 @inlined
-def _save_half(here, row):
+def save_half(here, row):
     bits = carray(half_pointer(here), len(row))
     for d in range(len(row)):
         bits[d] = narrow(row[d])
 
 
 @inlined
-def _state_address(rows, here, dim):
+def state_address(rows, here, dim):
     return here + ((dim + 1) // 2 if rows.half else dim) * 4
 
 
@@ -143,17 +143,17 @@ def sgd(rows, positions, grads, scratch, scale, lr, weight_decay, clip):
     grad, row = scratch
     dim = len(row)
     for i in range(len(positions)):
-        _ask_ahead(rows, positions, i, dim * 4)
+        ask_ahead(rows, positions, i, dim * 4)
         here = address(rows, positions[i])
-        _sum_gradient(grads, i, scale, grad)
+        sum_gradient(grads, i, scale, grad)
         if rows.half:
-            _load_half(here, row)
-            _clip_and_decay(row, weight_decay, clip, grad)
+            load_half(here, row)
+            clip_and_decay(row, weight_decay, clip, grad)
             _sgd(row, grad, lr)
-            _save_half(here, row)
+            save_half(here, row)
         else:
             values = carray(float_pointer(here), dim)
-            _clip_and_decay(values, weight_decay, clip, grad)
+            clip_and_decay(values, weight_decay, clip, grad)
             _sgd(values, grad, lr)
 
 
@@ -169,18 +169,18 @@ def adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, clip, eps)
     grad, row = scratch
     dim = len(row)
     for i in range(len(positions)):
-        _ask_ahead(rows, positions, i, dim * 8)
+        ask_ahead(rows, positions, i, dim * 8)
         here = address(rows, positions[i])
-        total = carray(float_pointer(_state_address(rows, here, dim)), dim)
-        _sum_gradient(grads, i, scale, grad)
+        total = carray(float_pointer(state_address(rows, here, dim)), dim)
+        sum_gradient(grads, i, scale, grad)
         if rows.half:
-            _load_half(here, row)
-            _clip_and_decay(row, weight_decay, clip, grad)
+            load_half(here, row)
+            clip_and_decay(row, weight_decay, clip, grad)
             _adagrad(row, grad, total, lr, eps)
-            _save_half(here, row)
+            save_half(here, row)
         else:
             values = carray(float_pointer(here), dim)
-            _clip_and_decay(values, weight_decay, clip, grad)
+            clip_and_decay(values, weight_decay, clip, grad)
             _adagrad(values, grad, total, lr, eps)
 
 
@@ -197,18 +197,18 @@ def rowwise_adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, cl
     grad, row = scratch
     dim = len(row)
     for i in range(len(positions)):
-        _ask_ahead(rows, positions, i, dim * 4 + 4)
+        ask_ahead(rows, positions, i, dim * 4 + 4)
         here = address(rows, positions[i])
-        total = carray(float_pointer(_state_address(rows, here, dim)), 1)
-        _sum_gradient(grads, i, scale, grad)
+        total = carray(float_pointer(state_address(rows, here, dim)), 1)
+        sum_gradient(grads, i, scale, grad)
         if rows.half:
-            _load_half(here, row)
-            _clip_and_decay(row, weight_decay, clip, grad)
+            load_half(here, row)
+            clip_and_decay(row, weight_decay, clip, grad)
             _rowwise_adagrad(row, grad, total, lr, eps)
-            _save_half(here, row)
+            save_half(here, row)
         else:
             values = carray(float_pointer(here), dim)
-            _clip_and_decay(values, weight_decay, clip, grad)
+            clip_and_decay(values, weight_decay, clip, grad)
             _rowwise_adagrad(values, grad, total, lr, eps)
 
 
@@ -233,18 +233,18 @@ def adam(rows, positions, grads, scratch, scale, lr, weight_decay, clip, beta1, 
     dim = len(row)
     step = np.float32(lr * math.sqrt(1.0 - beta2**updates) / (1.0 - beta1**updates))
     for i in range(len(positions)):
-        _ask_ahead(rows, positions, i, dim * 12)
+        ask_ahead(rows, positions, i, dim * 12)
         here = address(rows, positions[i])
-        moments = carray(float_pointer(_state_address(rows, here, dim)), (2, dim))
-        _sum_gradient(grads, i, scale, grad)
+        moments = carray(float_pointer(state_address(rows, here, dim)), (2, dim))
+        sum_gradient(grads, i, scale, grad)
         if rows.half:
-            _load_half(here, row)
-            _clip_and_decay(row, weight_decay, clip, grad)
+            load_half(here, row)
+            clip_and_decay(row, weight_decay, clip, grad)
             _adam(row, grad, moments, step, beta1, beta2, eps)
-            _save_half(here, row)
+            save_half(here, row)
         else:
             values = carray(float_pointer(here), dim)
-            _clip_and_decay(values, weight_decay, clip, grad)
+            clip_and_decay(values, weight_decay, clip, grad)
             _adam(values, grad, moments, step, beta1, beta2, eps)
 
 

@@ -105,8 +105,12 @@ class RowFile:
         """Ends its threads and deletes the file."""
         self.thaw()
         if self._fd >= 0:
-            # Together: the system takes tens of milliseconds for each.
-            list(self._pool.map(Ring.close, [*self._rings[0], *self._rings[1]]))
+            rings = [*self._rings[0], *self._rings[1]]
+            try:
+                list(self._pool.map(Ring.close, rings))  # together: the system takes tens of milliseconds for each
+            except RuntimeError:  # a program that is ending begins nothing in a pool any more
+                for ring in rings:
+                    ring.close()
             self._pool.shutdown()
             # Deleted while the lock is held: nobody else can have begun to use it.
             with contextlib.suppress(FileNotFoundError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,13 +13,40 @@ from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import shards
 from nestpipe.kernels.rows import Rows, birth, first_rows
 from nestpipe.kernels.update import Gradients
-from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from nestpipe.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from nestpipe.store.directory import BLOCK, Births, Directory
 from nestpipe.tables import Normal, Table
 
 ALONE = np.zeros(1, np.int64)  # owners of a table that only worker 0 holds
 
 Pairs = tuple[np.ndarray, np.ndarray]
+
+# The kernel of each row optimizer, and the arguments that only it has, from the optimizer and the number of updates so far.
+Rule = tuple[Callable[..., None], Callable[[Any, int], tuple[Any, ...]]]
+UPDATES: dict[type[RowOptimizer], Rule] = {
+    SGD: (update.sgd, lambda optimizer, updates: ()),
+    Adagrad: (update.adagrad, lambda optimizer, updates: (np.float32(optimizer.eps),)),
+    RowwiseAdagrad: (update.rowwise_adagrad, lambda optimizer, updates: (np.float32(optimizer.eps),)),
+    Adam: (
+        update.adam,
+        lambda optimizer, updates: (
+            float(optimizer.beta1),
+            float(optimizer.beta2),
+            np.float32(optimizer.eps),
+            updates,
+        ),
+    ),
+}
+
+
+def _rule_of(table: Table) -> Rule:
+    for kind in type(table.optimizer).__mro__:
+        if kind in UPDATES:
+            return UPDATES[kind]
+    raise ValueError(
+        f"table {table.name!r}: optimizer {type(table.optimizer).__name__} has no kernel; register one in "
+        f"nestpipe.store.table_store.UPDATES, see docs/extending.md"
+    )
 
 
 class StoreStats(NamedTuple):
@@ -62,6 +89,7 @@ class TableStore:
         self.record_words = self._value_words + self._state_floats
         self._birth_scratch = np.empty(table.dim, np.float32)
         self._update_scratch = update.scratch_for(table.dim)
+        self._rule = _rule_of(table)
         self._used_at: np.ndarray | None = None  # by position: the last step that used it; None: nobody asks
 
     def __len__(self) -> int:
@@ -98,18 +126,8 @@ class TableStore:
         optimizer, f32 = self.table.optimizer, np.float32
         common = (rows, positions, grads, self._update_scratch, f32(scale), f32(self.lr),
                   f32(optimizer.weight_decay), f32(optimizer.clip))  # fmt: skip
-        match optimizer:
-            case SGD():
-                update.sgd(*common)
-            case Adagrad():
-                update.adagrad(*common, f32(optimizer.eps))
-            case RowwiseAdagrad():
-                update.rowwise_adagrad(*common, f32(optimizer.eps))
-            case Adam():
-                betas = float(optimizer.beta1), float(optimizer.beta2)
-                update.adam(*common, *betas, f32(optimizer.eps), self.updates)
-            case _:
-                raise AssertionError(optimizer)
+        apply, own_arguments = self._rule
+        apply(*common, *own_arguments(optimizer, self.updates))
 
     # -- first values ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,108 @@
+"""The examples of docs/guide.md and docs/extending.md run as they stand: each page in an empty folder, from top to bottom.
+
+A block with a title is a file of that name. A config is read as soon as it is written. Python without a title runs where it
+stands, with the names of what has run before. Commands of a shell run too, but for those that set up an environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from nestpipe import config
+from nestpipe.bench.suites import SUITES
+from nestpipe.cli import main
+from nestpipe.optim import OPTIMIZERS
+from nestpipe.schedule import SCHEDULES
+from nestpipe.store.table_store import UPDATES
+
+ROOT = Path(__file__).parents[2]
+SET_UP = ("python3", "source", "pip", "make")  # done by whoever runs this
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    language: str
+    title: str
+    text: str
+    line: int
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / "docs" / page).read_text()
+    assert text.count("\n```") % 2 == 0
+    return [
+        Block(match[1], match[2] or "", match[3], text[: match.start()].count("\n") + 2)
+        for match in BLOCK.finditer(text)
+    ]
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, also where modules are looked for. What was imported and registered is forgotten afterwards."""
+    registries: list[dict[Any, Any]] = [SCHEDULES, OPTIMIZERS, UPDATES, SUITES]
+    before = [dict(registry) for registry in registries]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+def run_command(command: str, names: dict[str, Any]) -> None:
+    program, *arguments = shlex.split(command, comments=True)
+    if program in SET_UP:
+        return
+    if program == "python":
+        names.update(runpy.run_path(arguments[0], run_name="__main__"))
+    elif program == "nestpipe" and "--workers" not in arguments:
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert not left.value.code, f"{command}: exit code {left.value.code}"
+    else:
+        module = {"torchrun": "torch.distributed.run", "nestpipe": "nestpipe"}[program]
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=300, env=os.environ
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, f"{command}:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", ["guide.md", "extending.md"])
+def test_examples_of_the_page_run_in_order_in_an_empty_folder(
+    page: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    blocks = blocks_of(page)
+    assert len(blocks) > 5
+    for block in blocks:
+        if block.title:
+            (empty_folder / block.title).write_text(block.text)
+        if block.language == "toml":
+            config.read(empty_folder / block.title)
+        elif block.language == "python" and not block.title:
+            source = "\n" * block.line + block.text  # so that a traceback shows the line of the page
+            exec(compile(source, page, "exec"), names)
+        elif block.language == "sh":
+            for command in filter(None, block.text.splitlines()):
+                run_command(command, names)
+    assert "loss" in capsys.readouterr().out
+
+
+def test_configs_of_the_readme_and_the_examples_are_read() -> None:
+    for path in sorted((ROOT / "examples").glob("*.toml")):
+        config.read(path)
