@@ -446,7 +446,6 @@ class Trainer:
             background.wait()
 
     def _content(self, base: saved.Base | None = None) -> saved.Content:
-        # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         plan = self._ops.plan
         names = [store.table.name for store in self.stores]
         measured = self.micro_batches if self._training.setting.is_auto and self._training.tuning is None else None

@@ -53,7 +53,7 @@ Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it
 class Content:
     """What there is to save, on one worker, all of one instant.
 
-    position: batches that this worker has taken from its data. settings: what else the trainer wants back.
+    position: batches that this worker has taken from its data.
     base: the full checkpoint, in the same folder, since which only what changed is written; None: all is.
     """
 

@@ -34,7 +34,6 @@ class DualBuffer:
 
     def __init__(self, store: DiskStore) -> None:
         self.store = store
-        self._half = store.table.dtype.itemsize == 2
         self._two = [Buffer(np.empty((0, store.record_words), np.float32)) for _ in range(2)]
 
     def forget(self) -> None:
@@ -64,8 +63,7 @@ class DualBuffer:
         buffer.came_from = found[buffer.went_to]
         buffer.wanted = np.flatnonzero(found < 0)
         self.store.fill(positions, buffer.records[: len(positions)], buffer.wanted)
-        start = np.array([buffer.records.ctypes.data], np.int64)
-        return Rows(start, 62, self.store.record_words * 4, self._half), np.arange(len(positions))
+        return self.store.rows_in(buffer.records), np.arange(len(positions))
 
     def sync(self, batch: int) -> None:
         buffer = self.of(batch)

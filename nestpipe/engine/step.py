@@ -30,6 +30,7 @@ from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.layout import Layout, Sizes, payload_layout
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.requests import Requests, decide
 from nestpipe.exchange.source import SourceRoute
 from nestpipe.exchange.transport import Transport
 from nestpipe.exchange.window import Window
@@ -131,17 +132,20 @@ class StepOperations:
         ctx.inputs = [ctx.batch.slice(first, last).to(self.dense_part.device) for first, last in pairs]
 
     def route(self, ctx: Context) -> None:
-        """Deduplicates keys, buckets them by owner, exchanges them; unless no worker has data any more, or one stops."""
+        """Deduplicates keys, buckets them by owner, decides how they travel where that is open, exchanges them; unless no
+        worker has data any more, or one stops."""
         if ctx.error is not None:
             self._give_up(ctx)
         if self.plan.undecided and (self._states(OUT_OF_DATA) >= CALLS).any():  # before workers decide together
             self._part("train", self.problem or ctx.error)
         try:
-            ctx.source = self._source_route(ctx)
+            requests = self._requests(ctx)
         except Exception as error:  # what the checks of a batch did not foresee
             ctx.error = error
             self._give_up(ctx)
-            ctx.source = self._source_route(ctx)
+            requests = self._requests(ctx)
+        decide(self.plan, requests, self.keys)
+        ctx.source = SourceRoute(requests, self.plan, ctx.window, self.keys.world, ctx.arena)
         state = STOPS if ctx.stops else HAS_DATA if ctx.has_data else OUT_OF_DATA
         ctx.source.sizes.state[:] = FAILED if ctx.error is not None else state
         sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables), ctx.window.parts)
@@ -153,10 +157,10 @@ class StepOperations:
         ctx.ends = ctx.stops or not (sizes.state == HAS_DATA).any()
         if ctx.ends:
             return
-        _, counts = payload_layout(sizes, self.plan, ctx.window)
-        received = ctx.arena.take("payload in", int(counts.sum()), np.int32)
-        payload = self.keys.all_to_all(ctx.source.payload, ctx.source.payload_counts, received, counts)
-        ctx.owner = OwnerRoute(sizes, payload, self.plan, ctx.window, self._owner_dedup, ctx.arena)
+        layout = payload_layout(sizes, self.plan, ctx.window)
+        received = ctx.arena.take("payload in", layout.total, np.int32)
+        payload = self.keys.all_to_all(ctx.source.payload, ctx.source.layout.counts, received, layout.counts)
+        ctx.owner = OwnerRoute(sizes, payload, layout, self.plan, ctx.window, self._owner_dedup, ctx.arena)
         for dim in self.plan.groups:
             ctx.sent[dim], ctx.received[dim] = self._buffers(ctx, dim, "vectors", ctx.owner.vectors, ctx.source.vectors)
 
@@ -186,8 +190,8 @@ class StepOperations:
         self.parted = TrainingError("\n".join(lines), is_ours=self.keys.rank == first)
         raise self.parted from problem
 
-    def _source_route(self, ctx: Context) -> SourceRoute:
-        return SourceRoute(ctx.batch, self.plan, ctx.window, self.keys, self._source_dedup, ctx.arena)
+    def _requests(self, ctx: Context) -> Requests:
+        return Requests(ctx.batch, self.plan, ctx.window, self.keys.world, self._source_dedup, ctx.arena)
 
     def _buffers(self, ctx: Context, dim: int, what: str, out: Layout, into: Layout) -> tuple[np.ndarray, np.ndarray]:
         """What leaves and what comes; with a single worker it is the same."""

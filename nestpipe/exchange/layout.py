@@ -98,8 +98,20 @@ def lay_out(counts: np.ndarray, plan: ExchangePlan) -> Layout:
     return Layout(totals, start)
 
 
-def payload_layout(sizes: Sizes, plan: ExchangePlan, window: Window) -> tuple[np.ndarray, np.ndarray]:
-    """Where keys, bag lengths, weights and last uses start in the payload, in int32 words [K, 4, W]; words per worker."""
+@dataclasses.dataclass(frozen=True)
+class PayloadLayout:
+    """start: where keys, bag lengths, weights and last uses begin in the payload, in int32 words [K, 4, W].
+    counts: words to, or from, each worker [W]."""
+
+    start: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+
+def payload_layout(sizes: Sizes, plan: ExchangePlan, window: Window) -> PayloadLayout:
     keys, vectors, weighted = sizes.keys, sizes.vectors.sum(axis=1), sizes.weighted
     words = np.zeros((keys.shape[1], len(keys), 4), np.int64)
     for k in range(len(keys)):
@@ -109,7 +121,7 @@ def payload_layout(sizes: Sizes, plan: ExchangePlan, window: Window) -> tuple[np
         if window.last_use is not None and not plan.at_owner[k]:
             words[:, k, 3] = -(-keys[k] * window.last_use.itemsize // 4)
     start = starts(words.ravel()).reshape(words.shape)
-    return np.ascontiguousarray(start.transpose(1, 2, 0)), words.sum(axis=(1, 2))
+    return PayloadLayout(np.ascontiguousarray(start.transpose(1, 2, 0)), words.sum(axis=(1, 2)))
 
 
 def starts(counts: np.ndarray) -> np.ndarray:

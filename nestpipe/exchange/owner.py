@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from nestpipe.arena import Arena
-from nestpipe.exchange.layout import Sizes, lay_out, payload_layout, starts
+from nestpipe.exchange.layout import PayloadLayout, Sizes, lay_out, starts
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator, compose
@@ -72,13 +72,14 @@ class OwnerRoute:
         self,
         sizes: Sizes,
         payload: np.ndarray,
+        layout: PayloadLayout,
         plan: ExchangePlan,
         window: Window,
         dedup: Deduplicator,
         arena: Arena,
     ) -> None:
         self._plan, self._window, self._arena, self._payload = plan, window, arena, payload
-        self._words, _ = payload_layout(sizes, plan, window)
+        self._words = layout.start
         self._keys, self._weighted, self._wide = np.ascontiguousarray(sizes.keys), sizes.weighted, sizes.wide
         self._vectors = sizes.vectors  # [K, P, W]
         self.vectors = self.grads = lay_out(self._vectors, plan)

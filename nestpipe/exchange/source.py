@@ -10,13 +10,11 @@ import dataclasses
 import numpy as np
 
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch
 from nestpipe.exchange.layout import Sizes, lay_out, payload_layout, starts
 from nestpipe.exchange.plan import ExchangePlan
-from nestpipe.exchange.requests import BagRequest, Requests, RowRequest, TableKeys, decide, is_wide
-from nestpipe.exchange.transport import Transport
+from nestpipe.exchange.requests import BagRequest, Requests, RowRequest, TableKeys, is_wide
 from nestpipe.exchange.window import Window
-from nestpipe.kernels.keys import Deduplicator, compose
+from nestpipe.kernels.keys import compose
 from nestpipe.kernels.route import copy_segments, fill_bags, segment_places
 from nestpipe.kernels.rows import ONES
 from nestpipe.kernels.window import count_by_part, places_by_part
@@ -49,27 +47,16 @@ class SourceRoute:
     """What this worker asks of the others for one batch.
 
     sizes: what each worker is told first, see Sizes.
-    payload: int32 words, payload_counts of them to each worker.
+    payload: int32 words, laid out as `layout` says.
     vectors, grads: how the vectors that come lie in the buffer of their dim, and how their gradients do.
     entries[feature]: see Entries.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        plan: ExchangePlan,
-        window: Window,
-        transport: Transport,
-        dedup: Deduplicator,
-        arena: Arena,
-    ) -> None:
-        requests = Requests(batch, plan, window, transport.world, dedup, arena)
-        decide(plan, requests, transport)
-
-        self._plan, self._window, self._world, self._arena = plan, window, transport.world, arena
+    def __init__(self, requests: Requests, plan: ExchangePlan, window: Window, world: int, arena: Arena) -> None:
+        self._plan, self._window, self._world, self._arena = plan, window, world, arena
         tables, rows, bags = requests.tables, requests.rows, requests.bags
-        self.sizes = Sizes.empty(transport.world, len(tables), window.parts)
-        grad_counts = np.zeros((len(tables), window.parts, transport.world), np.int64)
+        self.sizes = Sizes.empty(world, len(tables), window.parts)
+        grad_counts = np.zeros((len(tables), window.parts, world), np.int64)
         for k, table in enumerate(tables):
             wide = is_wide(table.keys)
             if plan.at_owner[k]:
@@ -81,14 +68,14 @@ class SourceRoute:
                 grad_counts[k] = self._count_grads(rows[k])
         self.vectors = lay_out(self.sizes.vectors, plan)
         self.grads = self.vectors if window.last_use is None else lay_out(grad_counts, plan)
-        word_start, self.payload_counts = payload_layout(self.sizes, plan, window)
-        self.payload = arena.take("payload out", int(self.payload_counts.sum()), np.int32)
+        self.layout = payload_layout(self.sizes, plan, window)
+        self.payload = arena.take("payload out", self.layout.total, np.int32)
         self.entries: dict[str, Entries] = {}
         for k, table in enumerate(tables):
             if plan.at_owner[k]:
-                self._lay_out_bags(k, table, bags[k], word_start[k])
+                self._lay_out_bags(k, table, bags[k])
             else:
-                self._lay_out_rows(k, table, rows[k], word_start[k])
+                self._lay_out_rows(k, table, rows[k])
 
     def _count_grads(self, rows: RowRequest) -> np.ndarray:
         """How many gradients go to each worker with each part [P, W]."""
@@ -102,8 +89,8 @@ class SourceRoute:
         """The worker of each segment, where segments lie by part, then worker."""
         return np.tile(np.arange(self._world), self._window.parts)
 
-    def _lay_out_rows(self, k: int, table: TableKeys, rows: RowRequest, word_start: np.ndarray) -> None:
-        take, counts = self._arena.take, rows.counts.ravel()
+    def _lay_out_rows(self, k: int, table: TableKeys, rows: RowRequest) -> None:
+        take, counts, word_start = self._arena.take, rows.counts.ravel(), self.layout.start[k]
         # In the payload by worker, then part; in buffers by part, then worker.
         in_payload = (np.cumsum(rows.counts, axis=0) - rows.counts).ravel()
         worker, segment = self._workers(), starts(counts)
@@ -153,8 +140,8 @@ class SourceRoute:
         bounds = self._window.bounds
         return [num_features * a + i * (z - a) for a, z in zip(bounds[:-1], bounds[1:], strict=True)]
 
-    def _lay_out_bags(self, k: int, table: TableKeys, bags: BagRequest, word_start: np.ndarray) -> None:
-        take, features = self._arena.take, self._plan.features_of[k]
+    def _lay_out_bags(self, k: int, table: TableKeys, bags: BagRequest) -> None:
+        take, features, word_start = self._arena.take, self._plan.features_of[k], self.layout.start[k]
         num_bags, num_keys = bags.num_bags.sum(axis=0), bags.num_keys.sum(axis=0)
         total = int(num_bags.sum())
         lengths, vectors = take(f"bag lengths {k}", total, np.int32), take(f"positions {k}", total, np.int32)
