@@ -176,7 +176,7 @@ class StepOperations:
     def _states(self, mine: int) -> np.ndarray:
         sizes = Sizes.empty(self.keys.world, len(self.plan.tables), self.parts)
         sizes.state[:] = mine
-        return Sizes(self.keys.exchange_rows(sizes.table), sizes.num_tables, sizes.parts).state
+        return Sizes(self.keys.exchange_rows(sizes.table, counted=False), sizes.num_tables, sizes.parts).state
 
     def _part(self, call: str, problem: BaseException | None) -> NoReturn:
         told = self.keys.gather_objects((call, None if problem is None else describe(problem)))

@@ -84,11 +84,12 @@ class Transport:
         for work in works:
             work.wait()  # type: ignore[union-attr]
 
-    def exchange_rows(self, table: np.ndarray) -> np.ndarray:
-        """Row w of `table` goes to worker w; returns the rows that came, by source. For small tables: one message each."""
+    def exchange_rows(self, table: np.ndarray, *, counted: bool = True) -> np.ndarray:
+        """Row w of `table` goes to worker w; returns the rows that came, by source. For small tables: one message each.
+        counted: among the bytes of a batch."""
         if self.world == 1:
             return table
-        self.bytes_sent += (self.world - 1) * table[0].nbytes
+        self.bytes_sent += (self.world - 1) * table[0].nbytes * counted
         received = np.empty_like(table)
         with self._waiting():
             dist.all_to_all_single(as_tensor(received), as_tensor(table), group=self._group)
