@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ from nestpipe.tables import Table
 from nestpipe.trainer import FitResult, Trainer
 
 CHECKPOINT = "final"
+CHECKPOINTS = "checkpoints"  # those before it, unless train.checkpoints names another folder
 NEXT = "final-next"  # what will take its place, complete, until the one before is out of the way
 PASSING = 0.01  # of train.timeout, that a resumed run may take for each batch that it passes over
 TRIED = 8  # samples that an evaluation is tried with before the training
@@ -77,6 +78,7 @@ def train(
     record: keeps what ran when, for `nestpipe trace`. resume: goes on from the newest sound checkpoint of the run folder, if
     there is one; without it the folder must have no run in it. SIGTERM saves a checkpoint and raises Stopped.
     """
+    check_places(config, folder)
     if not resume:
         check_unused(config, folder)
     if _reads_in_process(config):
@@ -116,23 +118,31 @@ def _train(
             _replace_final(folder)
         write_json(folder / "config.json", config.to_dict())
 
+    def save_somewhere() -> Path:
+        """Where checkpoints belong, or if that fails in the run folder."""
+        name = folder_of(trainer.steps)
+        try:
+            return _save_once(trainer, saved / name)
+        except TrainingError as error:
+            if saved == folder / CHECKPOINTS:
+                raise
+            if first:
+                log.warning(f"{saved / name} cannot be saved, {folder / CHECKPOINTS} takes its place: {error}")
+            return _save_once(trainer, folder / CHECKPOINTS / name)
+
     def leave() -> NoReturn:
         """After a signal: with all that was trained on saved."""
         if not trainer.steps:
             raise Stopped("stopped by a signal before the first step; there is nothing to save")
-        path = saved / folder_of(trainer.steps)
-        if trainer.steps == begun and loaded is not None:
-            path = loaded
-        elif not trainer.from_first(path.exists()):
-            trainer.save(path)
+        path = loaded if trainer.steps == begun and loaded is not None else save_somewhere()
         raise Stopped(f"stopped by a signal after step {trainer.steps}; saved to {path}; go on with --resume")
 
     def judge(split: str) -> dict[str, float] | None:
         """None if a worker is asked to stop meanwhile."""
         try:
             return evaluate_split(trainer, built, config, split)
-        except TrainingError:
-            if trainer.anywhere(trainer.stop_asked):
+        except (TrainingError, Stopped):
+            if trainer.workers.any(trainer.stop_asked):
                 return None
             raise
 
@@ -160,18 +170,18 @@ def _train(
         if trainer.steps and more:  # passing over what it was trained on before may take long
             limit = config.train.timeout * (1 + PASSING * trainer.position)
             try:
-                head = trainer.wait_for(lambda: next(batches, None), what="passing over data", limit=limit)
+                head = trainer.workers.wait_for(lambda: next(batches, None), what="passing over data", limit=limit)
             except Stopped:
                 leave()
             batches = itertools.chain([] if head is None else [head], batches)
-            more = trainer.anywhere(head is not None)
+            more = trainer.workers.any(head is not None)
         finished = loaded == final and not more  # before: all is there, and stays as it is
         if not finished:
-            trainer.on_first(prepare, what="run folder")
+            trainer.workers.on_first(prepare, what="run folder")
             loaded = final if loaded == folder / NEXT else loaded
         curves = Curves(folder, enabled=first and not finished, steps=config.train.steps, done=trainer.steps)
         stack.callback(curves.close)
-        if trainer.anywhere(trainer.stop_asked):
+        if trainer.workers.any(trainer.stop_asked):
             leave()
         pauses = [number for number in (validate, every) if number]
         fitted = trainer.fit(batches, steps=steps, on_step=on_step, pause_every=pauses)
@@ -182,19 +192,19 @@ def _train(
             leave()
         if loaded != final or trainer.steps > begun:
             trainer.save(folder / NEXT)
-            trainer.on_first(lambda: _replace_final(folder), what="final checkpoint")
+            trainer.workers.on_first(lambda: _replace_final(folder), what="final checkpoint")
         after = f"the training is complete and saved to {final}; `nestpipe evaluate {folder}` judges it"
         split = config.train.eval_split
         try:
             metrics: dict[str, float] | None = {}
             if split != "none":
-                metrics = None if trainer.anywhere(trainer.stop_asked) else judge(split)
+                metrics = None if trainer.workers.any(trainer.stop_asked) else judge(split)
                 if metrics is None:
                     raise Stopped("stopped by a signal")
                 curves.metrics(split, metrics, trainer.steps)
             if record and not finished:
-                trainer.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
-            result = {**_told(trainer, config, fitted), "metrics": metrics}
+                trainer.workers.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
+            result = {**_told(trainer, config, fitted, begun), "metrics": metrics}
 
             def write() -> None:
                 if not (finished and (folder / "result.json").exists()):
@@ -202,7 +212,7 @@ def _train(
                 if json_file is not None:
                     write_json(json_file, result)
 
-            trainer.on_first(write, what="result")
+            trainer.workers.on_first(write, what="result")
         except Stopped as error:
             raise Stopped(f"{error}; {after}") from error
         except Exception:
@@ -212,8 +222,9 @@ def _train(
     return result
 
 
-def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]:
-    """What a run tells of its training."""
+def _told(trainer: Trainer, config: Config, fitted: FitResult, begun: int) -> dict[str, Any]:
+    """What a run tells of its training: `steps` of all of it, the other figures of the `session_steps` since it was started or
+    resumed."""
     tables = {
         name: {**stats._asdict(), "bytes_per_row": stats.bytes_per_row} for name, stats in trainer.table_stats().items()
     }
@@ -221,7 +232,9 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]
         "schedule": config.schedule.name,
         "micro_batches": trainer.micro_batches,
         "workers": trainer.world,
-        "steps": fitted.steps,
+        "steps": trainer.steps,
+        "resumed_after": begun,
+        "session_steps": fitted.steps,
         "samples": fitted.samples,
         "seconds": fitted.seconds,
         "samples_per_second": fitted.samples_per_second,
@@ -234,8 +247,20 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]
     }
 
 
+def _save_once(trainer: Trainer, path: Path) -> Path:
+    if not trainer.workers.from_first(os.path.exists(path)):  # not Path.exists, which raises where it may not look
+        trainer.save(path)
+    return path
+
+
 def checkpoint_folder(config: Config, folder: Path) -> Path:
-    return folder / "checkpoints" if config.train.checkpoints is None else Path(config.train.checkpoints)
+    return folder / CHECKPOINTS if config.train.checkpoints is None else Path(config.train.checkpoints)
+
+
+def check_places(config: Config, folder: Path) -> None:
+    """Raises ValueError if the run could not be written where it belongs: itself, its checkpoints, its tables on disk."""
+    for place in (folder, checkpoint_folder(config, folder), Path(config.train.storage or folder)):
+        check_writable(folder=place)
 
 
 def check_unused(config: Config, folder: Path) -> None:
@@ -246,10 +271,9 @@ def check_unused(config: Config, folder: Path) -> None:
                 f"{folder} has a run in it already ({name}): go on with it by --resume (from the beginning, if it has saved "
                 f"nothing yet), or choose another --out"
             )
-    saved = checkpoint_folder(config, folder)
-    for path in complete(saved):
+    for path in (*complete(checkpoint_folder(config, folder)), *complete(folder / CHECKPOINTS)):
         raise ValueError(
-            f"{saved} has checkpoints of a run ({path.name}): go on with it by --resume, or choose another --out or "
+            f"{path.parent} has checkpoints of a run ({path.name}): go on with it by --resume, or choose another --out or "
             f"train.checkpoints"
         )
 
@@ -268,14 +292,17 @@ def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float
 def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -> dict[str, float]:
     """HR@k and NDCG@k for a model that ranks candidates, AUC and normalized entropy for one that predicts clicks."""
     settings = config.train
-    batches = _unless_stopped(trainer, _judged(built, config, split, rank=trainer.rank, world=trainer.world))
+    # What goes wrong with the data of one worker must reach all: batches are made where they are read, in the loader's thread.
+    judged = functools.partial(_judged, built, config, split, rank=trainer.rank, world=trainer.world)
+    batches = _unless_stopped(trainer, judged)
     if not _ranks(built):
         return trainer.evaluate(batches, _click_metrics())
     history, table = _history(built)
+    make: Callable[[], torch.Tensor] = built.data.candidates  # type: ignore[attr-defined]
     return trainer.evaluate_ranking(
         batches,
         table=table.name,
-        candidates=built.data.candidates(),  # type: ignore[attr-defined]
+        candidates=trainer.workers.wait_for(make, what="candidates", limit=settings.timeout),
         ks=settings.rank_at,
         history=history,
         exclude_seen=settings.exclude_seen,
@@ -292,8 +319,8 @@ def _click_metrics() -> dict[str, Any]:
     return {"AUC": AUC(), "NE": NormalizedEntropy()}
 
 
-def _unless_stopped(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
-    for batch in batches:
+def _unless_stopped(trainer: Trainer, batches: Callable[[], Iterable[Batch]]) -> Iterator[Batch]:
+    for batch in batches():
         if trainer.stop_asked:
             raise Stopped("asked to stop during an evaluation")
         yield batch
@@ -328,7 +355,7 @@ def _try_evaluations(trainer: Trainer, built: Built, config: Config) -> None:
     """Judges the first samples of what will be evaluated, with rows of no meaning: what cannot be is told before the training."""
     splits = [config.train.eval_split, *(["valid"] if config.train.eval_every else [])]
     for split in dict.fromkeys(split for split in splits if split != "none"):
-        trainer.wait_for(
+        trainer.workers.wait_for(
             lambda split=split: _try_evaluation(trainer, built, config, split),  # type: ignore[misc]
             what=f"a first look at the evaluation on {split!r}",
             limit=config.train.timeout,
@@ -396,7 +423,7 @@ def _resume(trainer: Trainer, folder: Path, saved: Path) -> Path | None:
     """Loads the newest sound checkpoint and returns it; what is wrong with newer ones is told, and they are put out of the way
     once one has been loaded."""
     damaged, loaded = [], None
-    for path in trainer.from_first(_newest_first(folder, saved)):
+    for path in trainer.workers.from_first(_newest_first(folder, saved)):
         try:
             trainer.load(path)
         except Damaged as error:
@@ -407,7 +434,7 @@ def _resume(trainer: Trainer, folder: Path, saved: Path) -> Path | None:
         loaded = path
         break
     for path in damaged:
-        trainer.on_first(functools.partial(_put_aside, path), what="checkpoint")
+        trainer.workers.on_first(functools.partial(_put_aside, path), what="checkpoint")
     if trainer.rank == 0 and loaded is not None:
         log.warning(f"resuming after step {trainer.steps}, from {loaded}")
     elif trainer.rank == 0:
@@ -417,7 +444,9 @@ def _resume(trainer: Trainer, folder: Path, saved: Path) -> Path | None:
 
 def _newest_first(folder: Path, saved: Path) -> list[Path]:
     """All that a run can go on from; of the same step, the one that would be evaluated first."""
-    places = [(manifests.step_of(path.name), 0, path) for path in complete(saved)]
+    # Checkpoints are also in the run folder if they could not be saved where they belong.
+    paths = dict.fromkeys((*complete(saved), *complete(folder / CHECKPOINTS)))
+    places = [(manifests.step_of(path.name), 0, path) for path in paths]
     for order, path in enumerate((folder / CHECKPOINT, folder / NEXT), 1):
         if path.exists():
             try:

@@ -19,7 +19,7 @@ ROWS = 1 << 16  # of a row group in Parquet
 def inspect(path: Path) -> str:
     """The manifest in words; nothing but headers is read."""
     if not (path / manifests.MANIFEST).exists() and manifests.complete(path):
-        return "\n".join(_line(one) for one in manifests.complete(path))
+        return "\n".join(_line(checkpoint) for checkpoint in manifests.complete(path))
     newest = manifests.chain(path)[0]
     kind = "all rows" if newest.base is None else f"rows changed since {newest.base.name}, which it needs"
     lines = [
@@ -32,7 +32,7 @@ def inspect(path: Path) -> str:
             f"table {table['name']}: {held}, dim {table['dim']}, {table['dtype'].removeprefix('torch.')}, "
             f"{table['optimizer']}, {table['updates']:,} updates"
         )
-    for section, entries in (newest.settings.get("config") or {}).items():
+    for section, entries in (newest.settings.config or {}).items():
         lines.append(
             f"config [{section}]: " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in entries.items())
         )
@@ -44,12 +44,11 @@ def inspect(path: Path) -> str:
 
 def _line(path: Path) -> str:
     try:
-        one = manifests.read(path)
+        manifest = manifests.read(path)
     except manifests.Damaged as error:
         return f"{path.name}: {error}"
-    return f"{path.name}: {one.num_bytes / 1e6:,.1f} MB, " + (
-        "full" if one.base is None else f"changes since {one.base.name}"
-    )
+    kind = "full" if manifest.base is None else f"changes since {manifest.base.name}"
+    return f"{path.name}: {manifest.num_bytes / 1e6:,.1f} MB, {kind}"
 
 
 def _counts(manifest: Manifest, name: str) -> tuple[int, int]:
@@ -64,7 +63,7 @@ def _counts(manifest: Manifest, name: str) -> tuple[int, int]:
 def verify(path: Path) -> list[str]:
     """What is wrong with a checkpoint, or with those in a folder; nothing: all is sound."""
     paths = [path] if (path / manifests.MANIFEST).exists() or not manifests.complete(path) else manifests.complete(path)
-    return [problem for one in paths for problem in manifests.problems(one)]
+    return [problem for checkpoint in paths for problem in manifests.problems(checkpoint)]
 
 
 def export(path: Path, table: str, out: Path) -> int:
@@ -73,7 +72,7 @@ def export(path: Path, table: str, out: Path) -> int:
     import pyarrow.parquet as pq
 
     chain = manifests.require_sound(path)
-    declared = {one["name"]: one for one in chain[0].tables}
+    declared = {entry["name"]: entry for entry in chain[0].tables}
     if table not in declared:
         raise ValueError(f"{path} has no table {table!r}, {did_you_mean(table, list(declared))}")
     dim, half = int(declared[table]["dim"]), declared[table]["dtype"] == "torch.bfloat16"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from nestpipe.arena import as_tensor
 from nestpipe.errors import Stopped, TrainingError, describe
@@ -29,6 +30,7 @@ class Transport:
         self.world = dist.get_world_size(group) if group is not None else 1
         self.bytes_sent = 0  # to other workers
         self.waiting_since: float | None = None  # for others, by time.monotonic()
+        self.waited_until = 0.0  # when it last had waited for them
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -36,7 +38,7 @@ class Transport:
         try:
             yield
         finally:
-            self.waiting_since = None
+            self.waiting_since, self.waited_until = None, time.monotonic()
 
     def close(self) -> None:
         """Gives up its connections and threads; for a group of one's own, when nothing more will be sent."""
@@ -115,7 +117,7 @@ class Transport:
     def compare(self, declared: Mapping[str, Any]) -> None:
         """Raises the same TrainingError on every worker, with the first difference, unless all have declared the same things
         in the same order."""
-        everybody = self.gather_objects([(name, repr(value)) for name, value in declared.items()])
+        everybody = self.gather_objects([(name, _text(value)) for name, value in declared.items()])
         for rank, theirs in enumerate(everybody):
             if theirs == everybody[0]:
                 continue
@@ -159,15 +161,17 @@ class Transport:
         self.raise_together(problems[0] if problems else None, what=what)
         return results[0]
 
-    def together(self, work: Callable[[], object] | None, *, what: str) -> None:
-        """Does this worker's part and waits for the others'; what goes wrong on one is raised on all."""
+    def together(self, work: Callable[[], T] | None, *, what: str) -> T:
+        """Does this worker's part, if it has one, and waits for the others'; what goes wrong on one is raised on all."""
+        result: T = None  # type: ignore[assignment]
         problem: Exception | None = None
         try:
             if work is not None:
-                work()
+                result = work()
         except Exception as error:
             problem = error
         self.raise_together(problem, what=what)
+        return result
 
     def raise_together(self, problem: BaseException | None, *, what: str) -> None:
         """Raises the same TrainingError on every worker if one has a problem: all causes, by rank."""
@@ -176,3 +180,13 @@ class Transport:
         if causes:
             message = "\n".join(f"rank {rank}, {what}: {text}" for rank, text in causes)
             raise TrainingError(message, is_ours=self.rank == causes[0][0]) from problem
+
+
+def _text(value: Any) -> str:
+    """All of a value: repr rounds tensors and arrays, and leaves out the middle of long ones."""
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_text, value)) + ("," if isinstance(value, tuple) and len(value) == 1 else "")
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{value.tolist()!r} of {value.dtype}"
+    return repr(value)

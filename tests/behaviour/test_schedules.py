@@ -27,7 +27,7 @@ from nestpipe.arena import Arena
 from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.context import Context
 from nestpipe.engine.engine import Around
-from nestpipe.exchange import source
+from nestpipe.exchange import requests
 from nestpipe.exchange.window import Window
 from nestpipe.schedule.ops import Task
 from nestpipe.schedule.setting import CLUSTERINGS
@@ -167,13 +167,13 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
         check_freshness=case.check_freshness,
     )
     if case.delays is not None:
-        trainer._engine.around = random_delays(case.delays, trainer.rank, case.micro_batches)
+        trainer.around = random_delays(case.delays, trainer.rank, case.micro_batches)
     return trainer, features, folder
 
 
 def close(trainer: Trainer, folder: str) -> None:
     """All stores together: the system takes tens of milliseconds for each."""
-    stores = [store for store in trainer._ops.stores if isinstance(store, DiskStore)]
+    stores = [store for store in trainer.stores if isinstance(store, DiskStore)]
     with ThreadPoolExecutor(len(stores) + 1) as pool:
         list(pool.map(DiskStore.close, stores))
     trainer.close()
@@ -260,7 +260,7 @@ def test_many_steps_of_dbp_equal_serial_training_in_memory(cluster: Cluster, pla
 def evicted(case: Case) -> list[int]:
     trainer, features, folder = make(case)
     trainer.fit(batches(features, case, trainer.rank, trainer.world))
-    found = [store.stats().evicted for store in trainer._ops.stores if store.table.eviction is not None]
+    found = [store.stats().evicted for store in trainer.stores if store.table.eviction is not None]
     close(trainer, folder)
     return found
 
@@ -390,17 +390,17 @@ def test_a_broken_sync_changes_the_digest(cluster: Cluster, overlap: float) -> N
 
 def train_with_gradients_sent_too_early(case: Case) -> tuple[str, str, int]:
     """Every row's gradient leaves with the micro-batch that uses the row first."""
-    used = source.first_and_last_use
+    used = requests.first_and_last_use
 
     def wrong(inverse: np.ndarray, ends: np.ndarray, num_new: np.ndarray, last: np.ndarray) -> None:
         used(inverse, ends, num_new, last)
         last[:] = np.repeat(np.arange(len(num_new)), num_new)
 
-    source.first_and_last_use = wrong  # type: ignore[assignment]
+    requests.first_and_last_use = wrong  # type: ignore[assignment]
     try:
         return train(case)
     finally:
-        source.first_and_last_use = used
+        requests.first_and_last_use = used
 
 
 def test_a_gradient_that_leaves_before_its_last_use_changes_the_digest(cluster: Cluster) -> None:

@@ -91,7 +91,7 @@ def full_disk(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
 
     for number, batch in enumerate(source):
         if number == TROUBLE and trainer.rank == 1:
-            trainer._ops.stores[2].write_back = refuse  # type: ignore[union-attr, method-assign]
+            trainer.stores[2].write_back = refuse  # type: ignore[union-attr, method-assign]
         yield batch
 
 
@@ -106,7 +106,7 @@ def corrupt_file(trainer: Trainer, source: Iterator[Batch]) -> Iterator[Batch]:
     """After some batches every block of one file of rank 1 is overwritten."""
     for number, batch in enumerate(source):
         if number == TROUBLE and trainer.rank == 1:  # rows have left memory by then
-            path = trainer._ops.stores[0].file.path  # type: ignore[union-attr]
+            path = trainer.stores[0].file.path  # type: ignore[union-attr]
             path.write_bytes(b"\x5a" * path.stat().st_size)
         yield batch
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,16 @@ def test_a_stopped_worker_is_named_and_training_goes_on_when_it_does(cluster: Cl
 
 
 def held_up(where: str, named: Path) -> bool:
-    """Rank 1 is busy with something: in its on_step, or outside of the trainer. It, or rank 0, tells so; then it goes on."""
+    """Rank 1 is busy with something: in its on_step, in the data of an evaluation, or outside of the trainer. It, or rank 0,
+    tells so; then it goes on."""
     trainer, told = make(late=0.5)
     fit(trainer, 3)
-    fragment = (
-        "rank 1 has been in on_step(4) for" if where == "on_step" else "rank 1 is alive but in no call of the trainer"
-    )
-    teller = 1 if where == "on_step" else 0
+    fragment = {
+        "on_step": "rank 1 has been in on_step(4) for",
+        "evaluate": "rank 1 has been in evaluate for",
+        "outside": "rank 1 is alive but in no call of the trainer",
+    }[where]
+    teller = 0 if where == "outside" else 1
 
     def watch() -> None:
         told.wait_for(fragment)
@@ -95,7 +99,15 @@ def held_up(where: str, named: Path) -> bool:
 
     if trainer.rank == teller:
         threading.Thread(target=watch, daemon=True).start()
-    if trainer.rank == 1:
+    if where == "evaluate":
+
+        def late() -> Iterator[Any]:
+            if trainer.rank == 1:
+                be_busy()
+            yield batch(0, trainer.rank, trainer.world)
+
+        trainer.evaluate(late(), {})
+    elif trainer.rank == 1:
 
         def on_step(result: Any) -> None:
             if result.step == 4 and where == "on_step":
@@ -110,7 +122,7 @@ def held_up(where: str, named: Path) -> bool:
     return named.exists()
 
 
-@pytest.mark.parametrize("where", ["on_step", "outside"])
+@pytest.mark.parametrize("where", ["on_step", "evaluate", "outside"])
 def test_a_worker_that_is_busy_with_something_else_is_named(cluster: Cluster, tmp_path: Path, where: str) -> None:
     assert cluster.run(2, held_up, where, tmp_path / "named") == [True, True]
 

@@ -36,7 +36,7 @@ class Stepper:
 
     def __init__(self, trainer: Trainer, batches: Iterable[Batch], *, steps: int | None = None) -> None:
         self._trainer, self._batches, self._steps = trainer, iter(batches), steps
-        schedule = trainer._engine.schedule
+        schedule = trainer.schedule
         self._look_ahead = schedule.look_ahead
         # How many batches after t each operation of step t works on.
         self._offsets = {(task.op.name, task.op.part): task.op.batch for task in schedule.tasks}
@@ -50,7 +50,7 @@ class Stepper:
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        trainer._engine.around = self._around
+        trainer.around = self._around
 
     def run(self, steps: int) -> None:
         """So many more steps, all of them. Raises what went wrong in `fit`."""
