@@ -10,15 +10,17 @@ WHOLE = {"behaviour", "docs", "packaging"}
 # Files in a folder of the package that are about all of it, or about several of its modules.
 BEHAVIOURS = {
     "bench/test_peers.py": "the comparison with peers: nestpipe/bench/peers",
-    "checkpoint/test_background.py": "checkpoints that are written while training goes on",
     "checkpoint/test_damage.py": "nothing damaged is ever loaded",
     "checkpoint/test_dense_state.py": "the dense part in a checkpoint",
     "checkpoint/test_full_disk.py": "a disk that is really full",
     "data/test_skip.py": "batches that a resumed run passes over, of every data set",
-    "data/test_synthetic.py": "what both kinds of synthetic data have in common",
     "exchange/test_exchange.py": "what workers get from one another",
     "test_mirror.py": "this one",
 }
+
+
+def module_of(test: Path) -> Path:
+    return ROOT / "nestpipe" / test.with_name(test.name.removeprefix("test_"))
 
 
 def test_every_test_file_has_the_name_of_its_module_or_is_listed_as_a_behaviour() -> None:
@@ -27,15 +29,13 @@ def test_every_test_file_has_the_name_of_its_module_or_is_listed_as_a_behaviour(
     lost = [
         str(path)
         for path in tests
-        if path.parts[0] not in WHOLE
-        and str(path) not in BEHAVIOURS
-        and not (ROOT / "nestpipe" / path.with_name(path.name.removeprefix("test_"))).is_file()
+        if path.parts[0] not in WHOLE and str(path) not in BEHAVIOURS and not module_of(path).is_file()
     ]
     assert not lost, f"no such module: {', '.join(lost)}; rename them after theirs, or list them in {__file__}"
 
 
-def test_what_is_listed_is_there() -> None:
-    assert not [name for name in BEHAVIOURS if not (ROOT / "tests" / name).is_file()]
+def test_what_is_listed_is_there_and_has_no_module() -> None:
+    assert all((ROOT / "tests" / name).is_file() and not module_of(Path(name)).is_file() for name in BEHAVIOURS)
 
 
 def test_every_folder_is_a_package() -> None:
