@@ -26,12 +26,12 @@ from nestpipe import data as data_sets
 from nestpipe import models
 from nestpipe.data import DATASETS
 from nestpipe.errors import did_you_mean
+from nestpipe.metrics import SEEN_TARGETS
 from nestpipe.optim import OPTIMIZERS
 from nestpipe.process import MOST_SECONDS
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.setting import CLUSTERINGS
 from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform
-from nestpipe.trainer import SEEN_TARGETS
 
 MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "hstu": models.HSTU}
 DENSE_OPTIMIZERS = {

@@ -24,6 +24,7 @@ from nestpipe.batch import Jagged
 # Fixed point: 2**-40 is far below what a loss of float32 predictions means, and integers add up in any order.
 FIXED_POINT = 2**40
 EPSILON = 1e-12
+SEEN_TARGETS = ("rank", "miss", "skip")  # what becomes of a target that its user has had before
 
 
 class AUC:

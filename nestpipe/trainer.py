@@ -40,7 +40,7 @@ from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.errors import TrainingError, describe, did_you_mean, from_the_users_line
 from nestpipe.exchange.plan import ExchangePlan, place
 from nestpipe.exchange.transport import Transport
-from nestpipe.metrics import NDCG, HitRate
+from nestpipe.metrics import NDCG, SEEN_TARGETS, HitRate
 from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore, StoreStats
@@ -50,7 +50,6 @@ log = logging.getLogger("nestpipe")
 T = TypeVar("T")
 P = ParamSpec("P")
 CLOSED = "it is closed"
-SEEN_TARGETS = ("rank", "miss", "skip")  # what becomes of a target that its user has had before
 
 
 def _between_steps(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -30,9 +30,9 @@ from nestpipe.bench.figures import COLUMNS, EXPLAINED, bars, cells, verdict
 from nestpipe.bench.links import links, throughput
 from nestpipe.bench.mix import PAPER, Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown, shown_list
 from nestpipe.bench.workers import run_workers
 from nestpipe.engine.engine import Engine
+from nestpipe.sections import Section, Table, shown, shown_list
 
 # -- what is measured, as data -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import nn
 from nestpipe.batch import Batch, Jagged
 from nestpipe.bench import memory
 from nestpipe.bench.emulated import EmulatedModel
-from nestpipe.bench.figures import Figures, figures, largest
+from nestpipe.bench.figures import largest
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.engine.engine import Engine
@@ -23,6 +23,7 @@ from nestpipe.optim import RowwiseAdagrad
 from nestpipe.schedule import SCHEDULES
 from nestpipe.tables import Feature, Table
 from nestpipe.trace import RankTrace
+from nestpipe.trace.figures import Figures, figures
 from nestpipe.trainer import Trainer
 
 DIM = 64

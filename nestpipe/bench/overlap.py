@@ -24,18 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nestpipe import sections as section
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.bench import sections as section
 from nestpipe.bench.contestants import Contestant, Way, alternate, load_everything
-from nestpipe.bench.figures import COLUMNS, EXPLAINED, Figures, Rounds, bars, cells, verdict
+from nestpipe.bench.figures import COLUMNS, EXPLAINED, Rounds, bars, cells, verdict
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
+from nestpipe.sections import Section, shown
 from nestpipe.store.disk import DiskStore
 from nestpipe.tables import Feature, Table
 from nestpipe.trace import RankTrace, summary
+from nestpipe.trace.figures import Figures
 from nestpipe.trainer import Trainer
 
 LOOKUP = ("RETRIEVE", "WRITEBACK", "SYNC")

@@ -25,11 +25,11 @@ from nestpipe.bench.contestants import DIM, Law, Way, alternate, compile_kernels
 from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.links import Links, links
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown, shown_list
 from nestpipe.bench.workers import run_workers
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.schedule import ops as op
+from nestpipe.sections import Section, Table, shown, shown_list
 from nestpipe.simulate import fit, sweep
 from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.keys import count

@@ -24,8 +24,8 @@ from nestpipe.bench.contestants import Law, Way, alternate, compile_kernels, in_
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, bars, cells, verdict
 from nestpipe.bench.mix import Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Curves, Section, Table, shown
 from nestpipe.bench.workers import run_workers
+from nestpipe.sections import Curves, Section, Table, shown
 
 # Efficiency from 128 to 1,536 workers that the paper reports. (serial: TorchRec.)
 PAPER = {"serial": 0.4434, "nested": 0.9407}

@@ -25,9 +25,9 @@ from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, cells, verdict
 from nestpipe.bench.links import links
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Bars, Curves, Section, Table, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.engine.engine import Engine
+from nestpipe.sections import Bars, Curves, Section, Table, shown
 
 WORKERS = 2
 AXES = ("micro-batches", "dim", "length", "keys")

@@ -13,11 +13,12 @@ from typing import Any
 from nestpipe import trace
 from nestpipe.bench import emulated
 from nestpipe.bench.contestants import Way
-from nestpipe.bench.figures import bars, figures, largest
+from nestpipe.bench.figures import bars, largest
 from nestpipe.bench.mix import Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.bench.workers import run_workers
+from nestpipe.sections import Section, Table, shown
+from nestpipe.trace.figures import figures
 
 FOLDER = Path("runs/timelines")
 MICRO_BATCHES = 4

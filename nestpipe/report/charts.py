@@ -7,9 +7,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from nestpipe.bench.sections import Bars, Curves, Section, Table
 from nestpipe.report.axes import Axis
 from nestpipe.report.markup import NOTHING, escape, figure, inline, paragraphs, script_json, with_unit
+from nestpipe.sections import Bars, Curves, Section, Table
 
 # What a part is called gives it its colour, the same on the whole page; other parts take the next free of SERIES.
 MEANINGS = (

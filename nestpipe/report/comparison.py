@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nestpipe.bench.sections import Bars, Section, Table
 from nestpipe.report.markup import NOTHING, figure
 from nestpipe.report.shares import PARTS, chart, longest_lane, shares
 from nestpipe.report.sources import Run
+from nestpipe.sections import Bars, Section, Table
 
 COLUMNS = ("run", "workers", "samples/s", "speed-up", "step", *PARTS[1:3], "longest lane", "step / longest lane",
            "last loss", "digest")  # fmt: skip

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nestpipe.bench.sections import Bars, Curves, Section, Table
 from nestpipe.report import charts, shares, timeline
 from nestpipe.report.markup import NOTHING, escape, figure, size
 from nestpipe.report.sources import Run
+from nestpipe.sections import Bars, Curves, Section, Table
 from nestpipe.trace import COMPUTE, LaneTime, OpTime, RankSummary
 from nestpipe.trace.printout import verdict
 

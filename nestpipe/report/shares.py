@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nestpipe.bench.figures import LOOKUP
-from nestpipe.bench.sections import Bars
 from nestpipe.report.sources import Run
+from nestpipe.schedule.ops import LOOKUP, of_kind
+from nestpipe.sections import Bars
 from nestpipe.trace import COMPUTE, RankSummary, RankTrace
 from nestpipe.trace.times import covered, union
 
@@ -52,7 +52,7 @@ def _shares_of(trace: RankTrace, rank: RankSummary) -> dict[str, float]:
     start, end = (times.clip(*rank.window_ns) for times in (columns.start, columns.end))
     mine = columns.lane == trace.lanes.index(COMPUTE)
     names = np.array(columns.names)[columns.op]
-    waiting = [np.isin(names, kind) for kind in (COMMUNICATION, LOOKUP, DENSE)]
+    waiting = [np.isin(names, kind) for kind in (COMMUNICATION, of_kind(LOOKUP), DENSE)]
     parts: dict[str, float] = {}
     taken = mine  # what compute does meanwhile, or what was counted already
     for name, kind in zip(PARTS, (~np.any(waiting, axis=0), *waiting), strict=False):

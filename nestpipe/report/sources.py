@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nestpipe.bench.sections import Bars, Curves, Section, Table, from_json
+from nestpipe.sections import Bars, Curves, Section, Table, from_json
 from nestpipe.trace import RankSummary, RankTrace, read, summary
 from nestpipe.trace.record import FOLDER as TRACE
 

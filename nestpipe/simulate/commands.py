@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe import trace
-from nestpipe.bench.sections import Section, markdown, to_json
 from nestpipe.config import Config, read
 from nestpipe.errors import did_you_mean
-from nestpipe.run import check_writable, write_json
+from nestpipe.files import check_writable, write_json
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import EMB
+from nestpipe.sections import Section, markdown, to_json
 from nestpipe.simulate import plan, profile, sweep
 from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.keys import Growth, zipf

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import EMB, FWD
+from nestpipe.sections import Section, Table, shown
 from nestpipe.simulate.costs import Costs, Setting
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.sweep import Prediction, predict

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from nestpipe.files import whole
 from nestpipe.simulate.sweep import Prediction, efficiencies
 
 COLOURS = ("#7f7f7f", "#e07b29", "#3a9a4f", "#2f6fb4", "#8e5ea2", "#c0392b")
@@ -42,7 +43,5 @@ def draw(predictions: Sequence[Prediction], path: Path, *, title: str) -> None:
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
     left.legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with whole(path) as partial:
+        figure.savefig(partial, format="png")

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nestpipe.bench.figures import COMMUNICATION, LOOKUP, figures
-from nestpipe.bench.sections import Bars, Curves, Section, Table, shown
-from nestpipe.schedule.ops import BWD, FWD
+from nestpipe.schedule.ops import BWD, COMMUNICATION, FWD, LOOKUP, of_kind
+from nestpipe.sections import Bars, Curves, Section, Table, shown
 from nestpipe.simulate.costs import Costs, Setting
 from nestpipe.simulate.events import Simulated, simulate
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.workload import Workload
 from nestpipe.trace import summary
+from nestpipe.trace.figures import figures
 
 STEPS = 20
 LOOKED_AT = 4  # workers whose figures are averaged: all are held together by what they do together
@@ -150,7 +150,7 @@ def sections(predictions: Sequence[Prediction], note: str) -> Iterator[Section]:
     told = (
         f"{note} Predicted, not measured. Speed-up over serial on as many workers; efficiency is the step on the fewest workers "
         f"/ the step, every worker keeping its batch; utilization is forward and backward / step. Lookup is "
-        f"{', '.join(LOOKUP)}; communication {', '.join(COMMUNICATION)}."
+        f"{', '.join(of_kind(LOOKUP))}; communication {', '.join(of_kind(COMMUNICATION))}."
     )
     yield Table("Simulated steps", columns, rows, told)
     counts = sorted({one.workers for one in predictions})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nestpipe.files import whole
 from nestpipe.trace.record import COMPUTE, Event, RankTrace
 from nestpipe.trace.times import RankSummary, Steps, steady_steps, summary, union
 
@@ -76,9 +77,8 @@ def draw(traces: Sequence[RankTrace], path: Path, *, steps: int = 3) -> None:
     _name_steps(axes[0], shown[0], measured, first, last, begin)
     _legend(axes[-1], drawn, height)
     figure.text(LEFT / WIDTH, 1 - 14 / height, title(traces), fontsize=12, weight="bold", va="top")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with whole(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def title(traces: Sequence[RankTrace]) -> str:

@@ -23,8 +23,8 @@ from nestpipe.bench.peers.lineup import LINKS, PAIRS, QUICK_PAIRS, WAYS
 from nestpipe.bench.peers.stepping import Stepper
 from nestpipe.bench.peers.suite import sections
 from nestpipe.bench.peers.workloads import BAGS, SEQUENCES, SHORT_BAGS, WORKLOADS, Workload
-from nestpipe.bench.sections import Bars, Table, from_json, markdown, to_json
 from nestpipe.schedule import SCHEDULES
+from nestpipe.sections import Bars, Table, from_json, markdown, to_json
 from tests.cluster import Cluster
 
 STEPS = 7

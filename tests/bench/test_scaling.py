@@ -10,7 +10,7 @@ import pytest
 from nestpipe.bench import scaling
 from nestpipe.bench.mix import Mix
 from nestpipe.bench.scaling import Cpu, Emulated
-from nestpipe.bench.sections import Curves
+from nestpipe.sections import Curves
 
 MIX = Mix(workers=2, samples=16, length=5, step=0.06, rounds=1, steps=4, short=4)
 EMULATED = Emulated(counts=(1, 2), mix=MIX, micro_batches=2)

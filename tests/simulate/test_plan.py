@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.sections import Table
-from nestpipe.run import write_json
+from nestpipe.files import write_json
 from nestpipe.schedule import SCHEDULES
+from nestpipe.sections import Table
 from nestpipe.simulate import plan
 from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.network import Level, Network

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nestpipe.bench.sections import Bars, Curves, Table, from_json, markdown, to_json
+from nestpipe.sections import Bars, Curves, Table, from_json, markdown, to_json
 from nestpipe.simulate import sweep
 from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.network import Level, Network
