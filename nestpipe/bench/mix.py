@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from nestpipe.bench.contestants import DIM, POOL, Contestant, Law, Way, in_memory, load_everything, pool_of
 from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.figures import largest
+from nestpipe.schedule.ops import PREFETCH, RETRIEVE, ROUTE, WRITEBACK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +72,10 @@ def mix_contestants(
     if seconds_per_byte is None:
         seconds_per_byte = size.step * size.communication / _bytes_sent(contestants[0])
     seconds = {
-        "PREFETCH": size.step * size.prefetch,
-        "ROUTE": size.step * size.route,
-        "RETRIEVE": size.step * size.retrieve,
-        "WRITEBACK": size.step * size.writeback,
+        PREFETCH: size.step * size.prefetch,
+        ROUTE: size.step * size.route,
+        RETRIEVE: size.step * size.retrieve,
+        WRITEBACK: size.step * size.writeback,
     }
     per_token = size.step * size.compute / (size.samples * size.length)
     for one in contestants:

@@ -5,8 +5,9 @@ are uniform, so that nearly every lookup goes to the disk. The model is made so 
 (first workload) or shorter (second); serial and dbp then run in alternating blocks in the same processes, and everything
 is taken from the trace of their steady state.
 
-*Lookup* is RETRIEVE, WRITEBACK and SYNC. In a serial run all of it is exposed. Under dbp it is exposed while the store
-lane is busy and the compute lane runs nothing, and during SYNC, which is on the compute lane.
+*Lookup* is all operations of that kind (schedule/ops.py); nearly all of its time is RETRIEVE and WRITEBACK. In a serial run
+all of it is exposed. Under dbp it is exposed while its lanes are busy and the compute lane runs nothing, and during SYNC, which
+is on the compute lane.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
+from nestpipe.schedule.ops import LOOKUP, SYNC, of_kind
 from nestpipe.sections import Section, shown
 from nestpipe.store.disk import DiskStore
 from nestpipe.tables import Feature, Table
@@ -39,7 +41,6 @@ from nestpipe.trace import RankTrace, summary
 from nestpipe.trace.figures import Figures
 from nestpipe.trainer import Trainer
 
-LOOKUP = ("RETRIEVE", "WRITEBACK", "SYNC")
 DIM, WIDTH = 64, 256
 WAYS = (Way("serial"), Way("dbp"))
 WORKLOADS = {"compute longer than lookup": 2.0, "lookup longer than compute": 0.1}  # compute, of a serial step's lookup
@@ -112,14 +113,11 @@ class OnDisk(Contestant):
         super().__init__(way, make, batches, warm_up=size.steps)
 
     def figures(self, trace: RankTrace) -> Figures:
-        one = summary([trace])[0]
-        ops = {time.op: time for time in one.ops}
+        rank = summary([trace])[0]
         return {
             **super().figures(trace),
-            "lookup": sum(ops[name].ms for name in LOOKUP),
-            "exposed lookup": sum(ops[name].exposed_ms for name in LOOKUP),
-            "sync": ops["SYNC"].ms,
-            "store lane": sum(lane.busy_ms for lane in one.lanes if lane.lane == "store"),
+            "sync": sum(time.ms for time in rank.ops if time.op == SYNC),
+            "store lane": sum(lane.busy_ms for lane in rank.lanes if lane.lane == "store"),
         }
 
 
@@ -209,7 +207,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
         for name, one in results.items()
     ]
     note = (
-        f"2 workers, real disk, real compute on the CPU. {'; '.join(told)}. Lookup is {', '.join(LOOKUP)}; "
+        f"2 workers, real disk, real compute on the CPU. {'; '.join(told)}. Lookup is {', '.join(of_kind(LOOKUP))}; "
         f"with dbp the paper hid 98.7% of it at 1,536 workers. {EXPLAINED}"
     )
     charts = [bars(f"A step on disk: {name}", one["ms"], "Real disk, real compute.") for name, one in results.items()]

@@ -166,7 +166,8 @@ def _measure_operations(size: Lab) -> dict[str, dict[str, float]]:
     load = workload(size)
     whole = {op.EMB: _row_bytes(load), op.GRAD: _row_bytes(load), op.FWD: size.tokens, op.BWD: size.tokens}
     units = [
-        {name: whole[name] / parts if name in cut else 1.0 for name in op.ORDER} for parts in (size.micro_batches, 1)
+        {name: whole[name] / parts if name in cut else 1.0 for name in op.OPERATIONS}
+        for parts in (size.micro_batches, 1)
     ]
     works = profiling.lines(list(zip(seconds, units, strict=True)))
     return {name: dataclasses.asdict(work) for name, work in works.items()}

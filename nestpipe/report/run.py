@@ -9,6 +9,7 @@ from typing import Any
 from nestpipe.report import charts, shares, timeline
 from nestpipe.report.markup import NOTHING, escape, figure, size
 from nestpipe.report.sources import Run
+from nestpipe.schedule.ops import OPERATIONS
 from nestpipe.sections import Bars, Curves, Section, Table
 from nestpipe.trace import COMPUTE, LaneTime, OpTime, RankSummary
 from nestpipe.trace.printout import verdict
@@ -18,23 +19,6 @@ EXPOSED = (
     "compute runs is *hidden* while compute runs too, and *exposed* while compute runs nothing: by that much it may have held "
     "training up. On the compute lane itself everything counts."
 )
-MEANINGS = {
-    "PREFETCH": "read a batch, cut it into micro-batches",
-    "H2D": "inputs and labels to the device",
-    "ROUTE": "deduplicate keys, send them to the owners of their rows",
-    "RETRIEVE": "owners find or create the rows",
-    "SYNC": "rows that the batch before updated, into this one's buffer",
-    "EMB": "rows to the workers that asked for them",
-    "FWD": "the model, forward",
-    "BWD": "the model, backward; the last one begins the sum of dense gradients",
-    "REDUCE": "the rest of the sum of dense gradients over workers",
-    "AGREE": "sum of losses and weights over workers",
-    "GRAD": "gradients of rows to their owners",
-    "UPDATE": "row optimizers, once, where the rows are",
-    "DENSE": "the dense optimizer, once",
-    "WRITEBACK": "updated rows to where they are kept",
-}
-
 Found = Sequence[tuple[RankSummary, LaneTime]] | Sequence[tuple[RankSummary, OpTime]]
 
 
@@ -107,10 +91,14 @@ def _operations(ranks: Sequence[RankSummary]) -> str:
     for (op, lane), ones in found.items():
         often = sum(one.count / rank.steps for rank, one in ones) / len(ones)
         times = [f"{_mean(ones, 'ms'):.2f} ms", f"{_mean(ones, 'exposed_ms'):.2f} ms"]
-        rows.append([op, lane, f"{often:.1f}", *times, _worst(ones, "exposed_ms"), MEANINGS.get(op, "")])
+        rows.append([op, lane, f"{often:.1f}", *times, _worst(ones, "exposed_ms"), _meaning(op)])
     chart = Bars("Operations", "ms", [f"{op} · {lane}" for op, lane in ops], _parts(found, [lane for _, lane in ops]))
     columns = ["operation", "lane", "in a step", "takes", "exposed", "worst rank", "what it does"]
     return charts.bars(chart, Table("Operations", columns, rows))
+
+
+def _meaning(op: str) -> str:
+    return OPERATIONS[op].meaning if op in OPERATIONS else ""
 
 
 def _parts(found: Mapping[Any, Found], lanes: Sequence[str]) -> dict[str, list[float]]:

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from nestpipe.report.sources import Run
-from nestpipe.schedule.ops import LOOKUP, of_kind
+from nestpipe.schedule.ops import COMMUNICATION, LOOKUP, of_kind
 from nestpipe.sections import Bars
 from nestpipe.trace import COMPUTE, RankSummary, RankTrace
 from nestpipe.trace.times import covered, union
 
-COMMUNICATION = ("EMB", "GRAD", "AGREE")
-DENSE = ("REDUCE",)
-PARTS = ("compute", "exposed communication", "exposed lookup", "sum of dense gradients", "nothing runs")
+PARTS = ("compute", "exposed communication", "exposed lookup", "nothing runs")
 NOTE = (
-    "Per step, mean over ranks, in the steady state. *Compute* is forward, backward and updates. Communication (rows and their "
-    "gradients), lookup (reading, routing, finding and writing rows) and the sum of dense gradients count as far as they are "
-    "exposed: on the compute lane, or while it runs nothing. Where several run then, it counts for the first of these. The "
+    "Per step, mean over ranks, in the steady state. *Compute* is forward, backward and updates. Communication (of rows, their "
+    "gradients and dense gradients) and lookup (reading, routing, finding and writing rows) count as far as they are "
+    "exposed: on the compute lane, or while it runs nothing. Where both run then, it counts as communication. The "
     "mark is the run's longest lane: with the same operations on the same lanes no step can be shorter."
 )
 
@@ -52,7 +50,7 @@ def _shares_of(trace: RankTrace, rank: RankSummary) -> dict[str, float]:
     start, end = (times.clip(*rank.window_ns) for times in (columns.start, columns.end))
     mine = columns.lane == trace.lanes.index(COMPUTE)
     names = np.array(columns.names)[columns.op]
-    waiting = [np.isin(names, kind) for kind in (COMMUNICATION, of_kind(LOOKUP), DENSE)]
+    waiting = [np.isin(names, kind) for kind in (of_kind(COMMUNICATION), of_kind(LOOKUP))]
     parts: dict[str, float] = {}
     taken = mine  # what compute does meanwhile, or what was counted already
     for name, kind in zip(PARTS, (~np.any(waiting, axis=0), *waiting), strict=False):

@@ -21,7 +21,6 @@ from nestpipe.schedule.ops import (
     FWD,
     GRAD,
     OPERATIONS,
-    ORDER,
     PREFETCH,
     RETRIEVE,
     SYNC,
@@ -128,10 +127,10 @@ def _missing(tasks: list[Task], num_batches: int, schedule: Schedule) -> Iterato
     times = collections.Counter(task.op for task in tasks)
     for op in sorted(op for op, count in times.items() if count > 1):
         yield f"{op.name}(t) is there twice"
-    for name in sorted({op.name for op in times} - set(ORDER)):
-        yield f"no operation is called {name!r}; there are {', '.join(ORDER)}"
+    for name in sorted({op.name for op in times} - set(OPERATIONS)):
+        yield f"no operation is called {name!r}; there are {', '.join(OPERATIONS)}"
     middle, micro_batches = num_batches // 2, schedule.micro_batches
-    for name in ORDER:
+    for name in OPERATIONS:
         parts = micro_batches if name in (FWD, BWD) else schedule.num_parts(name) if name in (EMB, GRAD) else 1
         if parts not in (1, micro_batches):
             yield f"{name} has {parts} parts and there are {micro_batches} micro-batches; give it one part or one for each"
@@ -302,10 +301,10 @@ def _apart(thing: object, a: Op, b: Op) -> bool:
 
 
 def _serial_place(op: Op) -> tuple[int, int, int]:
-    rank = ORDER.index(op.name)
+    order = list(OPERATIONS)
     if op.name in (FWD, BWD):  # micro-batch by micro-batch
-        return op.batch, ORDER.index(FWD), 2 * op.part + (op.name == BWD)
-    return op.batch, rank, op.part
+        return op.batch, order.index(FWD), 2 * op.part + (op.name == BWD)
+    return op.batch, order.index(op.name), op.part
 
 
 def _relative(op: Op, origin: int) -> str:

@@ -9,33 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.errors import did_you_mean
-from nestpipe.schedule import ops as op
+from nestpipe.schedule.ops import OPERATIONS
 from nestpipe.simulate.network import Level, Network
 
 FOLDER = Path(__file__).parent / "profiles"
 
 READ = "READ"  # what the thread does that reads ahead of PREFETCH; not an operation of a schedule
 
-# Of what an operation does how much: the unit of `each`.
-UNITS = {
-    READ: "sample",
-    op.PREFETCH: "sample",
-    op.H2D: "byte of keys, dense inputs and labels",
-    op.ROUTE: "key of the batch",
-    op.RETRIEVE: "row that the owner finds",
-    op.SYNC: "row of the owner that the batch before used too",
-    op.EMB: "byte of rows",
-    op.FWD: "floating-point operation",
-    op.BWD: "floating-point operation",
-    op.REDUCE: "byte of dense parameters",
-    op.AGREE: "step",
-    op.GRAD: "byte of gradients",
-    op.UPDATE: "row that the owner updates",
-    op.DENSE: "byte of dense parameters",
-    op.WRITEBACK: "row that the owner writes",
-}
-# What a growing cluster slows down, see `Profile.crowding`.
-LOOKUPS = (op.PREFETCH, op.ROUTE, op.RETRIEVE, op.WRITEBACK)
+
+def units() -> dict[str, str]:
+    """Of what each operation does how much: the unit of `each`."""
+    return {READ: "sample", **{name: operation.unit for name, operation in OPERATIONS.items()}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +64,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         for name in (*self.operations, *self.hosted):
-            if name not in UNITS:
-                raise ValueError(f"profile {self.name}: operation {name!r}, {did_you_mean(name, list(UNITS))}")
+            if name not in units():
+                raise ValueError(f"profile {self.name}: operation {name!r}, {did_you_mean(name, list(units()))}")
         for field in ("cores", "crowding", "jitter", "device_memory", "host_memory", "disk"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"profile {self.name}: {field} must be at least 0, got {getattr(self, field)}")
@@ -186,8 +170,8 @@ def to_toml(profile: Profile) -> str:
         lines += ["", f"[links.{name}]", f"latency = {level.latency:.6g}  # seconds a message"]
         lines += [f"bandwidth = {level.bandwidth:.6g}  # bytes a second", f"congestion = {level.congestion:.6g}"]
     lines += ["", "[operations]  # seconds: fixed, and for each unit"]
-    for name in UNITS:
+    for name, unit in units().items():
         if name in profile.operations:
             work = profile.operations[name]
-            lines.append(f"{name} = {{ fixed = {work.fixed:.6g}, each = {work.each:.6g} }}  # {UNITS[name]}")
+            lines.append(f"{name} = {{ fixed = {work.fixed:.6g}, each = {work.each:.6g} }}  # {unit}")
     return "\n".join(lines) + "\n"

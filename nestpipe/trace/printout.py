@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from nestpipe.schedule.ops import COMPUTE
 from nestpipe.trace.chrome import to_chrome
 from nestpipe.trace.picture import draw
-from nestpipe.trace.record import COMPUTE, RankTrace, read, write_compact
+from nestpipe.trace.record import RankTrace, read, write_compact
 from nestpipe.trace.times import RankSummary, summary
 
 

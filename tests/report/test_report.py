@@ -169,10 +169,10 @@ def test_a_comparison_says_when_runs_differ_in_more_than_their_schedule(tmp_path
 @pytest.mark.parametrize(
     ("op", "parts"),
     [
-        ("EMB", (13, 2, 0, 0, 0)),
-        ("RETRIEVE", (13, 0, 2, 0, 0)),
-        ("REDUCE", (13, 0, 0, 2, 0)),
-        ("UPDATE", (15, 0, 0, 0, 0)),
+        ("EMB", (13, 2, 0, 0)),
+        ("RETRIEVE", (13, 0, 2, 0)),
+        ("REDUCE", (13, 2, 0, 0)),
+        ("UPDATE", (15, 0, 0, 0)),
     ],
 )
 def test_what_a_step_goes_to_adds_up_to_it(tmp_path, op, parts):

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from nestpipe.schedule import ops as op
-from nestpipe.schedule.ops import ORDER, Op
+from nestpipe.schedule.ops import OPERATIONS, Op
 from nestpipe.simulate.costs import AGREED, BUCKET, Costs, Setting
 from nestpipe.simulate.network import Level, Network
-from nestpipe.simulate.profile import LOOKUPS, READ
+from nestpipe.simulate.profile import READ
 from nestpipe.simulate.sweep import predict, run
 from nestpipe.simulate.workload import Workload
 from tests.simulate.tiny import load, profile, workload
 
 SERIAL = Setting("serial")
 LINKS = Network(4, Level(latency=1e-6, bandwidth=1e9), Level(latency=1e-5, bandwidth=1e8))
-ONE_EACH = {name: (1.0, 0.0) for name in ORDER}
+ONE_EACH = {name: (1.0, 0.0) for name in OPERATIONS}
 
 
 def alone(costs: Costs, name: str) -> float:
@@ -31,7 +31,7 @@ def alone(costs: Costs, name: str) -> float:
 def test_every_operation_does_as_much_as_by_hand() -> None:
     # 4 workers draw 160 keys, 80 of them distinct; each owns 20. In two batches it is 40: none is shared.
     costs = Costs(workload(), profile({}), SERIAL, 4)
-    assert {name: costs.units(name) for name in ORDER} == {
+    assert {name: costs.units(name) for name in OPERATIONS} == {
         "PREFETCH": 10, "H2D": 1000, "ROUTE": 40, "RETRIEVE": 20, "SYNC": 0, "EMB": 20 * 8 * 4, "FWD": 1e6, "BWD": 2e6,
         "REDUCE": 400, "AGREE": 1, "GRAD": 20 * 8 * 4, "UPDATE": 20, "DENSE": 400, "WRITEBACK": 20,
     }  # fmt: skip
@@ -58,13 +58,13 @@ def test_what_workers_do_together_takes_what_the_network_says() -> None:
     sizes = LINKS.all_to_all(8 * 2 * 8, 8)
     assert costs(Op("ROUTE", 0)).together == pytest.approx(LINKS.all_to_all(20 * 8, 8) + sizes)
     assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(AGREED, 8)
-    for name in set(ORDER) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
+    for name in set(OPERATIONS) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
         assert costs(Op(name, 0)).together is None
 
 
 def test_on_one_worker_nobody_meets() -> None:
     costs = Costs(workload(), profile(ONE_EACH, network=LINKS), SERIAL, 1)
-    assert all(costs(Op(name, 0)).together is None for name in ORDER)
+    assert all(costs(Op(name, 0)).together is None for name in OPERATIONS)
     assert costs.counts.tolist() == [1]
 
 
@@ -96,8 +96,8 @@ def test_micro_batches_have_their_shares(histories: Workload) -> None:
 def test_work_of_the_host_stretches_with_the_workers_on_its_cores(workers: int, stretched: float) -> None:
     hosted = profile(ONE_EACH, cores=2, hosted=("PREFETCH", "UPDATE"))  # nodes of four
     costs = Costs(workload(), hosted, SERIAL, workers)
-    took = {name: alone(costs, name) for name in ORDER}
-    assert took == {name: stretched if name in ("PREFETCH", "UPDATE") else 1.0 for name in ORDER}
+    took = {name: alone(costs, name) for name in OPERATIONS}
+    assert took == {name: stretched if name in ("PREFETCH", "UPDATE") else 1.0 for name in OPERATIONS}
 
 
 def test_cores_enough_for_all_stretch_nothing() -> None:
@@ -107,7 +107,9 @@ def test_cores_enough_for_all_stretch_nothing() -> None:
 
 def test_a_crowded_cluster_slows_lookups_down_and_nothing_else() -> None:
     costs = Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 101)
-    assert {name: alone(costs, name) for name in ORDER} == {name: 2.0 if name in LOOKUPS else 1.0 for name in ORDER}
+    assert {name: alone(costs, name) for name in OPERATIONS} == {
+        name: 2.0 if name in op.of_kind(op.LOOKUP) else 1.0 for name in OPERATIONS
+    }
     assert alone(Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 1), "RETRIEVE") == 1
 
 
