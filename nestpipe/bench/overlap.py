@@ -27,13 +27,14 @@ from torch import nn
 
 from nestpipe import sections as section
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.bench.contestants import Contestant, Way, alternate, load_everything
+from nestpipe.bench.contestants import Contestant, alternate, load_everything
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, Rounds, bars, cells, verdict
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.schedule.ops import LOOKUP, SYNC, of_kind
+from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Section, shown
 from nestpipe.store.disk import DiskStore
 from nestpipe.tables import Feature, Table
@@ -42,7 +43,7 @@ from nestpipe.trace.figures import Figures
 from nestpipe.trainer import Trainer
 
 DIM, WIDTH = 64, 256
-WAYS = (Way("serial"), Way("dbp"))
+SETTINGS = (Setting("serial"), Setting("dbp"))
 WORKLOADS = {"compute longer than lookup": 2.0, "lookup longer than compute": 0.1}  # compute, of a serial step's lookup
 
 
@@ -87,7 +88,7 @@ class Deep(nn.Module):
 class OnDisk(Contestant):
     """One over a table on disk that is full from the start, trained on uniform keys."""
 
-    def __init__(self, way: Way, size: Size, layers: int, folder: Path) -> None:
+    def __init__(self, setting: Setting, size: Size, layers: int, folder: Path) -> None:
         self.size = size
         rng = np.random.default_rng(dist.get_rank())
 
@@ -97,8 +98,8 @@ class OnDisk(Contestant):
                 [Table("item", DIM, optimizer=RowwiseAdagrad(lr=0.01), tier="disk", memory=size.memory)],
                 [Feature("keys", "item", "sum")],
                 dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
-                schedule=way.schedule,
-                storage=folder / f"{way.schedule}-{layers}",
+                schedule=setting.schedule,
+                storage=folder / f"{setting.schedule}-{layers}",
                 record=True,
             )
             _fill(trainer, size.rows)
@@ -110,7 +111,7 @@ class OnDisk(Contestant):
                 lengths = torch.full((size.samples,), size.keys)
                 yield Batch({"keys": Jagged.from_lengths(keys, lengths)}, {}, torch.randn(size.samples))
 
-        super().__init__(way, make, batches, warm_up=size.steps)
+        super().__init__(setting, make, batches, warm_up=size.steps)
 
     def figures(self, trace: RankTrace) -> Figures:
         rank = summary([trace])[0]
@@ -136,7 +137,7 @@ def _measure(size: Size, folder: str) -> dict[str, Any]:
     load_everything()
     results = {}
     for name, layers in _depths(size, Path(folder)).items():
-        contestants = [OnDisk(way, size, layers, Path(folder)) for way in WAYS]
+        contestants = [OnDisk(setting, size, layers, Path(folder)) for setting in SETTINGS]
         rounds = alternate(contestants, rounds=size.rounds, steps=size.steps, what=f"overlap: {name}")
         results[name] = {"layers": layers, "rows": size.rows, **_verdict(rounds), **_disk(contestants[-1])}
         for one in contestants:
@@ -147,7 +148,7 @@ def _measure(size: Size, folder: str) -> dict[str, Any]:
 def _depths(size: Size, folder: Path) -> dict[str, int]:
     """Layers that make compute as long as the workloads say; from figures of all ranks, so the same on all."""
     tell("overlap: how deep a model must be")
-    few, many = (OnDisk(WAYS[0], size, layers, folder) for layers in (1, 9))
+    few, many = (OnDisk(SETTINGS[0], size, layers, folder) for layers in (1, 9))
     a, b = (one.block(size.steps) for one in (few, many))
     for one in (few, many):
         one.trainer.close()

@@ -24,7 +24,8 @@ from nestpipe.config import Config, ScheduleSection, parse
 from nestpipe.exchange.transport import Transport
 from nestpipe.run import make_trainer
 from nestpipe.schedule.ops import BWD, DENSE, FWD
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.schedule.setting import Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import READ, Profile, Work, units
 from nestpipe.simulate.workload import BATCHES, of_batches

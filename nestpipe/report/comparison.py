@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from nestpipe.report.markup import NOTHING, figure
 from nestpipe.report.shares import PARTS, chart, longest_lane, shares
 from nestpipe.report.sources import Run
+from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Bars, Section, Table
 
 COLUMNS = ("run", "workers", "samples/s", "speed-up", "step", *PARTS[1:3], "longest lane", "step / longest lane",
@@ -14,9 +16,9 @@ COLUMNS = ("run", "workers", "samples/s", "speed-up", "step", *PARTS[1:3], "long
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Against the first run under `serial`, else the first. Bars of times only of runs that were recorded."""
+    """Against the first run that hides nothing, else the first. Bars of times only of runs that were recorded."""
     labels = _labels(runs)
-    base = next((number for number, run in enumerate(runs) if run.result["schedule"] == "serial"), 0)
+    base = next((number for number, run in enumerate(runs) if _hides_nothing(run)), 0)
     recorded = [(label, run) for label, run in zip(labels, runs, strict=True) if run.ranks]
     all_recorded = len(recorded) == len(runs)
     speeds = [_speed(run, all_recorded) for run in runs]
@@ -41,6 +43,11 @@ def sections(runs: Sequence[Run]) -> list[Section]:
             _digests(runs),
         ),
     ]
+
+
+def _hides_nothing(run: Run) -> bool:
+    schedule = run.result["schedule"]
+    return schedule in SCHEDULES and Setting(schedule).hides_nothing
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

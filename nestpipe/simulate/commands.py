@@ -13,10 +13,9 @@ from nestpipe.config import Config, read
 from nestpipe.errors import did_you_mean
 from nestpipe.files import check_writable, write_json
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import EMB
+from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Section, markdown, to_json
 from nestpipe.simulate import plan, profile, sweep
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.keys import Growth, zipf
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.workload import Workload, of_config
@@ -28,15 +27,15 @@ SHOWN = 4  # workers on the timeline
 def settings_of(config: Config, schedules: Sequence[str], replicas: int) -> list[Setting]:
     asked = config.schedule.micro_batches
     cut = asked if isinstance(asked, int) and asked > 1 else MICRO_BATCHES
-    found = []
+    settings = []
     for name in schedules:
         if name not in SCHEDULES:
             raise ValueError(f"--schedules names {name!r}, {did_you_mean(name, list(SCHEDULES))}")
-        if SCHEDULES[name](micro_batches=2).num_parts(EMB) > 1:
-            found.append(Setting(name, cut, config.schedule.window_cache, config.schedule.clustering, replicas))
-        else:
-            found.append(Setting(name, replicas=replicas))
-    return found
+        setting = Setting(
+            name, window_cache=config.schedule.window_cache, clustering=config.schedule.clustering, replicas=replicas
+        )
+        settings.append(setting.cut_into(cut) if setting.cuts else setting)
+    return settings
 
 
 def simulate(
@@ -70,7 +69,7 @@ def simulate(
     from nestpipe.simulate.plot import draw  # half a second to import
 
     draw(predictions, folder / "scaling.png", title=note)
-    shown = next((one for one in settings if one.schedule == config.schedule.name), settings[-1])
+    shown = next((setting for setting in settings if setting.schedule == config.schedule.name), settings[-1])
     timeline(load, cluster, shown, max(counts), folder, seed=seed)
     return "\n\n".join(
         [

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.ops import Op, Schedule, Task
+from nestpipe.schedule.setting import Setting
 from nestpipe.simulate.events import Cost, Seconds
 from nestpipe.simulate.profile import READ, Profile, units
 from nestpipe.simulate.workload import Workload
@@ -20,35 +20,6 @@ BUCKET = (
 )
 AGREED = 64  # bytes that workers agree on in a step
 AHEAD = 2  # batches that are read before they are asked for, see engine/loader.py
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One way to train.
-
-    replicas: groups of workers that each hold all tables, sharded inside (2D sparse parallelism); what they update is
-        exchanged between them after every step. Simulated only: the engine has one group.
-    """
-
-    schedule: str
-    micro_batches: int = 1
-    window_cache: bool = True
-    clustering: str = "none"
-    replicas: int = 1
-
-    @property
-    def name(self) -> str:
-        name = self.schedule
-        if SCHEDULES[self.schedule]().stale_by:
-            name += " (NOT exact)"
-        if self.micro_batches > 1:
-            name += f", N = {self.micro_batches}"
-            name += "" if self.window_cache else ", no window cache"
-            name += f", clustering {self.clustering}" if self.clustering != "none" else ""
-        return name + (f", {self.replicas} replicas" if self.replicas > 1 else "")
-
-    def make(self) -> Schedule:
-        return SCHEDULES[self.schedule](micro_batches=self.micro_batches)
 
 
 class Costs:
@@ -65,7 +36,7 @@ class Costs:
         self.schedule = setting.make() if READ not in profile.operations else _with_source(setting.make())
         self.group = workers // setting.replicas
         self._seed = seed
-        self.split = workload.split(setting.micro_batches, setting.clustering, setting.window_cache)
+        self.split = workload.split(setting.parts, setting.clustering, setting.window_cache)
         crowd = 1 + profile.crowding * (workers - 1)
         busy = min(profile.network.per_node, workers) / profile.cores if profile.cores else 1.0
         ops = sorted({(task.op.name, task.op.part) for task in self.schedule.tasks})

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nestpipe.schedule import ops as op
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.schedule.setting import Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import Profile, Work
 from nestpipe.simulate.sweep import Prediction, predict
@@ -130,7 +131,7 @@ def gpu_128(load: Workload, npu: Profile) -> Profile:
     rate = 0.3 * 312e12
     dense = flops / rate
     # (1 + (1 + ratio) x) / (1 + x / N) = speed-up, with x the communication as a part of the dense time
-    x = (GPU_SPEEDUP - 1) / (1 + ratio - GPU_SPEEDUP / NESTPIPE.micro_batches)
+    x = (GPU_SPEEDUP - 1) / (1 + ratio - GPU_SPEEDUP / NESTPIPE.parts)
     costs = Costs(load, npu, Setting("serial"), SMALL)
     units = {
         op.PREFETCH: load.samples,

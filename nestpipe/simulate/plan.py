@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import EMB, FWD
+from nestpipe.schedule.ops import FWD
+from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Section, Table, shown
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.sweep import Prediction, predict
 from nestpipe.simulate.workload import Workload
@@ -74,7 +75,7 @@ def memory(
             host += mine * (table.record + INDEX)
     records = sum(t.growth(t.keys * costs.group) / costs.group * t.record for t in workload.tables)
     moving = 4 * costs.moved_bytes  # rows that leave and come, gradients that leave and come
-    batches = IN_FLIGHT if setting.schedule not in ("serial", "fwp") else 1
+    batches = IN_FLIGHT if setting.hides_lookups else 1
     working = 2 * records + batches * moving + DENSE_COPIES * workload.dense_bytes
     working += batches * workload.input_bytes
     if profile.device_memory:
@@ -84,12 +85,17 @@ def memory(
 
 def settings(workers: int, clustering: Sequence[str] = ("window", "taper")) -> list[Setting]:
     """Every exact one, the simplest first."""
-    exact = [name for name in SCHEDULES if not SCHEDULES[name]().stale_by]
-    found = [Setting(name) for name in exact]
-    cut = [name for name in exact if SCHEDULES[name](micro_batches=2).num_parts(EMB) > 1]
-    found += [Setting(name, n, True, how) for n in CUTS for how in clustering for name in cut]
+    uncut = [setting for setting in map(Setting, SCHEDULES) if setting.is_exact]
+    cut = [
+        dataclasses.replace(setting, micro_batches=count, clustering=how)
+        for count in CUTS
+        for how in clustering
+        for setting in uncut
+        if setting.cuts
+    ]
     more = [m for m in REPLICAS if workers % m == 0 and workers // m > 1]
-    return [*found, *(dataclasses.replace(one, replicas=m) for m in more for one in found)]
+    replicated = [dataclasses.replace(setting, replicas=m) for m in more for setting in (*uncut, *cut)]
+    return [*uncut, *cut, *replicated]
 
 
 def plan(
@@ -101,7 +107,7 @@ def plan(
     """All settings, the best first: those that fit before those that do not; of those about as fast, the simplest first."""
     choices = []
     for setting in settings(workers):
-        if setting.micro_batches > workload.samples:
+        if setting.parts > workload.samples:
             continue
         needed = memory(workload, profile, setting, workers, rows)
         found = predict(workload, profile, setting, workers)
@@ -156,7 +162,7 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
         lines.append(
             f"  DOES NOT FIT: {' and '.join(best.short_of)}; use more workers, or tier = 'disk' for the largest table"
         )
-    if best.setting.micro_batches > 1 and not profile.work(FWD).fixed:
+    if best.setting.parts > 1 and not profile.work(FWD).fixed:
         lines.append(
             f"  {profile.name} knows no fixed time of a forward, so cutting the batch finer looks free here: try fewer "
             f"micro-batches too"
@@ -168,7 +174,7 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
 
 def _toml(setting: Setting) -> str:
     cut = f", micro_batches = {setting.micro_batches}, clustering = {setting.clustering!r}"
-    return f"schedule {setting.schedule!r}" + (cut if setting.micro_batches > 1 else "")
+    return f"schedule {setting.schedule!r}" + (cut if setting.parts > 1 else "")
 
 
 def _size(value: float) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nestpipe.schedule.ops import BWD, COMMUNICATION, FWD, LOOKUP, of_kind
+from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Bars, Curves, Section, Table, shown
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.events import Simulated, simulate
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.workload import Workload
@@ -109,8 +110,8 @@ def efficiencies(predictions: Sequence[Prediction]) -> list[float]:
 
 
 def _serial(predictions: Sequence[Prediction]) -> dict[int, float]:
-    """The step under serial, by the number of workers."""
-    return {one.workers: one.step for one in predictions if one.schedule == "serial"}
+    """The step where nothing is hidden, by the number of workers."""
+    return {one.workers: one.step for one in predictions if Setting(one.schedule).hides_nothing}
 
 
 def results(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:

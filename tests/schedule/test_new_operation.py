@@ -16,7 +16,8 @@ from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.check import check, require
 from nestpipe.schedule.ops import COMPUTE, LOOKUP, OPERATIONS, RETRIEVE, ROUTE, Op, Operation, Schedule, Task
 from nestpipe.schedule.serial import serial
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.schedule.setting import Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import parse, to_toml
 from nestpipe.simulate.sweep import predict, run

@@ -9,7 +9,8 @@ import pytest
 
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.ops import OPERATIONS, Op
-from nestpipe.simulate.costs import AGREED, BUCKET, Costs, Setting
+from nestpipe.schedule.setting import Setting
+from nestpipe.simulate.costs import AGREED, BUCKET, Costs
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import READ
 from nestpipe.simulate.sweep import predict, run
@@ -85,7 +86,7 @@ def test_micro_batches_have_their_shares(histories: Workload) -> None:
         assert costs.units("GRAD", part) == pytest.approx(costs.moved_bytes * split.grads[part])
         assert costs.units("FWD", part) == pytest.approx(histories.forward_flops * split.compute[part])
     # dbp cuts the compute only: rows travel at once.
-    cut = Costs(histories, profile({}), Setting("dbp", 4), 4)
+    cut = Costs(histories, profile({}), Setting("dbp", 4, clustering="none"), 4)
     assert cut.units("EMB") == pytest.approx(cut.moved_bytes)
 
 
@@ -174,7 +175,7 @@ def test_jitter_is_new_for_each_operation_and_the_same_for_a_seed() -> None:
 def test_jitter_makes_a_nested_step_longer(histories: Workload) -> None:
     """Workers wait for the slowest of them at every meeting."""
     operations = {"FWD": (1.0, 0.0), "BWD": (2.0, 0.0), "RETRIEVE": (3.0, 0.0), "SYNC": (0.1, 0.0)}
-    setting = Setting("nested", 2)
+    setting = Setting("nested", 2, clustering="none")
     even = predict(histories, profile(operations, network=LINKS), setting, 16)
     shaken = predict(histories, profile(operations, network=LINKS, jitter=0.2), setting, 16)
     assert 1.05 * even.step < shaken.step < 2 * even.step
@@ -182,7 +183,9 @@ def test_jitter_makes_a_nested_step_longer(histories: Workload) -> None:
 
 
 def test_8192_workers_with_jitter_can_be_run(histories: Workload) -> None:
-    simulated, _ = run(histories, profile(ONE_EACH, jitter=0.1, network=LINKS), Setting("nested", 4), 8192, steps=20)
+    simulated, _ = run(
+        histories, profile(ONE_EACH, jitter=0.1, network=LINKS), Setting("nested", 4, clustering="none"), 8192, steps=20
+    )
     assert simulated.times[Op("DENSE", 19)].shape == (2, 8192) and simulated.world == 8192
 
 
@@ -215,7 +218,7 @@ def test_reading_is_no_further_ahead_than_two_batches() -> None:
 
 def test_reading_lets_all_else_run_as_without_it(histories: Workload) -> None:
     operations = {"PREFETCH": (0.2, 0.0), "RETRIEVE": (1.0, 0.0), "FWD": (1.0, 0.0), "BWD": (2.0, 0.0)}
-    setting = Setting("nested", 2)
+    setting = Setting("nested", 2, clustering="none")
     without, _ = run(histories, profile(operations), setting, 2, steps=6)
     with_, _ = run(histories, profile({**operations, READ: (0.0, 0.0)}), setting, 2, steps=6)
     assert {one for one in with_.times if one.name != READ} == set(without.times)
@@ -228,8 +231,9 @@ def test_reading_lets_all_else_run_as_without_it(histories: Workload) -> None:
 
 def test_a_setting_is_called_what_it_does() -> None:
     assert SERIAL.name == "serial" and Setting("stale").name == "stale (NOT exact)"
-    assert Setting("nested", 8).name == "nested, N = 8"
+    assert Setting("nested", 8, clustering="none").name == "nested, N = 8"
     assert (
-        Setting("nested", 8, False, "shared", 4).name == "nested, N = 8, no window cache, clustering shared, 4 replicas"
+        Setting("nested", 8, False, "shared", replicas=4).name
+        == "nested, N = 8, no window cache, clustering shared, 4 replicas"
     )
-    assert Setting("nested", 8).make().num_parts(op.EMB) == 8
+    assert Setting("nested", 8, clustering="none").make().num_parts(op.EMB) == 8

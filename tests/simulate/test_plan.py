@@ -10,9 +10,9 @@ import pytest
 
 from nestpipe.files import write_json
 from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Table
 from nestpipe.simulate import plan
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.plan import Choice, Memory, memory
 from nestpipe.simulate.profile import Profile
