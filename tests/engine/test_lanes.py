@@ -59,7 +59,7 @@ def test_nothing_starts_before_what_it_waits_for_has_ended(name: str, seed: int,
 @pytest.mark.parametrize("name", ["dbp", "fwp", "nested", "stale"])
 @settings(max_examples=25, deadline=None)
 @given(
-    failing=st.sampled_from(OPERATIONS),
+    failing=st.sampled_from(list(OPERATIONS)),
     batch=st.integers(0, 7),
     seeds=st.tuples(st.integers(0, 2**31), st.integers(0, 2**31)),
 )
