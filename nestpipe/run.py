@@ -25,8 +25,8 @@ from nestpipe.checkpoint import manifest as manifests
 from nestpipe.config import Built, Config, TrainSection, build
 from nestpipe.data import DATASETS, Dataset, reader
 from nestpipe.data.dataset import skip
+from nestpipe.engine.context import StepResult
 from nestpipe.engine.evaluation import judge_losses, judge_ranking
-from nestpipe.engine.step import StepResult
 from nestpipe.errors import Stopped, TrainingError, did_you_mean
 from nestpipe.files import plain, write_json
 from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy

@@ -26,6 +26,7 @@ from nestpipe import checkpoint as saved
 from nestpipe import process, trace
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, NotFinite, one_list
+from nestpipe.engine.context import StepResult
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.draws import watched
@@ -35,7 +36,7 @@ from nestpipe.engine.heartbeat import Heartbeat
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.placing import place_as_saved, place_by_first_batch
-from nestpipe.engine.step import StepOperations, StepResult, Store
+from nestpipe.engine.step import StepOperations, Store
 from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.errors import TrainingError, describe, did_you_mean, from_the_users_line
 from nestpipe.exchange.plan import ExchangePlan, place

@@ -56,7 +56,7 @@ def pad(
     seconds_per_byte: of EMB and GRAD, for each byte that this worker sends in them, on top of the exchange itself: the
         time of an emulated link starts when the last worker has come to it.
     """
-    rows, model = engine.ops.rows, engine.ops.dense.model
+    rows, model = engine.ops.rows, engine.ops.dense_part.model
     tokens: dict[int, int] = {}  # of micro-batches between FWD and BWD
 
     def around(task: Task, work: Callable[[], None]) -> None:

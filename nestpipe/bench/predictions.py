@@ -220,11 +220,10 @@ def workload(size: Lab) -> Workload:
         name="lab",
         samples=size.samples,
         input_bytes=0.0,
-        tables=[TableLoad("item", DIM, size.tokens, growth, record=4 * (DIM + 1))],
+        tables=[TableLoad("item", DIM, size.tokens, growth, record=4 * (DIM + 1), key_bytes=4)],
         dense_bytes=4.0 * DIM,
         forward_flops=size.tokens,
         backward_flops=size.tokens,
-        key_bytes=4,
         batches=batches,
         plan=ExchangePlan([table], [feature], [np.arange(PLACED)]),
     )

@@ -29,7 +29,7 @@ from nestpipe.bench.contestants import DIM, Law, load_everything, pool_of
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.checkpoint import manifest as manifests
-from nestpipe.engine.step import StepResult
+from nestpipe.engine.context import StepResult
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.sections import Section, Table, shown

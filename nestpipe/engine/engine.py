@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import time
 from collections.abc import Callable
 
-import numpy as np
-import torch
-
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch
+from nestpipe.engine.context import Context, StepResult
 from nestpipe.engine.lanes import Lanes
 from nestpipe.engine.ledger import Ledger
-from nestpipe.engine.step import Context, StepOperations, StepResult
-from nestpipe.errors import Stopped
-from nestpipe.exchange.clustering import cluster
+from nestpipe.engine.step import StepOperations
 from nestpipe.exchange.window import Window
-from nestpipe.kernels.keys import Deduplicator
-from nestpipe.schedule import ops as op
 from nestpipe.schedule.check import require
-from nestpipe.schedule.ops import COMPUTE, Op, Task
+from nestpipe.schedule.ops import AGREE, COMPUTE, EMB, OPERATIONS, PREFETCH, ROUTE, WRITEBACK, Op, Task
 from nestpipe.schedule.setting import Setting
 from nestpipe.trace.record import Event, RankTrace, wall_offset_ns
 
@@ -47,9 +40,9 @@ class Engine:
         self.untrained = 0  # batches that this worker has taken and nobody has trained on, because one stopped
         self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
         self._names = [feature.name for feature in ops.plan.features]
-        self._micro_batches, self._parts = schedule.micro_batches, schedule.num_parts(op.EMB)
-        self._dedup = Deduplicator()
-        self._pinned = ops.dense.device.type != "cpu"
+        # The method of each operation has its name; one that is cut into micro-batches gets the number of its own.
+        self._methods: dict[str, Callable[..., None]] = {name: getattr(ops, name.lower()) for name in OPERATIONS}
+        self._nothing = Window([0] * (schedule.micro_batches + 1), schedule.num_parts(EMB), setting.window_cache)
         self._contexts: dict[int, Context] = {}
         self._ledger = Ledger(0)
         self._running: dict[str, tuple[Op, float]] = {}  # by lane: an operation and when it began
@@ -60,7 +53,7 @@ class Engine:
         self._lane_numbers = {lane: i for i, lane in enumerate(schedule.lanes)}
         last_here = [task.op for task in schedule.tasks if task.lane == COMPUTE]
         # After this operation of a batch the compute lane is done with it.
-        self._closing = max(last_here, key=lambda one: (-one.batch, last_here.index(one))).name
+        self._closing = max(last_here, key=lambda op: (-op.batch, last_here.index(op))).name
 
     @property
     def in_flight(self) -> int:
@@ -79,12 +72,12 @@ class Engine:
         """Trains on batches `first` to `last` (exclusive), or until no worker has any. on_step is called after each, in
         order, by the thread that called `run`; for batch last - 1 with nothing in flight any more. abandon: makes a `read`
         that waits return, when something has gone wrong elsewhere."""
-        self._read, self._last, self._on_step, self._abandon = read, last, on_step, abandon
+        self._last, self._on_step, self._abandon = last, on_step, abandon
         self._held: StepResult | None = None
         self.stopped, self.untrained = False, 0
         self._contexts.clear()
         self._ledger = Ledger(first)
-        self.ops.begin()
+        self.ops.begin(read, self.setting.clustering)
         try:
             self._lanes.run(first, last)
             self.untrained = sum(ctx.has_data for ctx in self._contexts.values())
@@ -151,49 +144,24 @@ class Engine:
 
     def _do(self, task: Task) -> None:
         name, batch, part = task.op
-        ops = self.ops
-        ctx = self._open(batch) if name == op.PREFETCH else self._contexts[batch]
+        ctx = self._open(batch) if name == PREFETCH else self._contexts[batch]
         self._ledger.begin(task.op)
-        match name:
-            case op.PREFETCH:
-                pass
-            case op.H2D:
-                ops.h2d(ctx)
-            case op.ROUTE:
-                if not ops.route(ctx):
-                    if ctx.stops:
-                        self.stopped = True
-                        self._abandon()  # another worker may wait for its data as long
-                    self._lanes.stop_before(batch)
-            case op.RETRIEVE:
-                ops.retrieve(ctx)
-            case op.SYNC:
-                ops.sync(ctx)
-            case op.EMB:
-                ops.emb(ctx, part)
-            case op.FWD:
-                ops.forward(ctx, part)
-            case op.BWD:
-                ops.backward(ctx, part)
-            case op.AGREE:
-                if ops.agree(ctx):
-                    # Nobody has taken a later batch than that from its data: FWD of the next one, which PREFETCH waits for,
-                    # comes after this.
-                    self.stopped = True
-                    self._lanes.stop_before(batch + self.schedule.look_ahead + 1)
-            case op.GRAD:
-                ops.grad(ctx, part)
-            case op.UPDATE:
-                ops.update(ctx)
-            case op.REDUCE:
-                ops.dense.reduce()
-            case op.DENSE:
-                ctx.result = ops.dense_update(ctx)
-            case op.WRITEBACK:
-                ops.writeback(ctx)
-                self._arenas.append(self._contexts.pop(batch).arena)
-            case _:
-                raise AssertionError(name)
+        if OPERATIONS[name].cut == "never":
+            self._methods[name](ctx)
+        else:
+            self._methods[name](ctx, part)
+        if name == ROUTE and ctx.ends:
+            if ctx.stops:
+                self.stopped = True
+                self._abandon()  # another worker may wait for its data as long
+            self._lanes.stop_before(batch)
+        elif name == AGREE and ctx.asked_to_stop:
+            # Nobody has taken a later batch than that from its data: FWD of the next one, which PREFETCH waits for, comes
+            # after this.
+            self.stopped = True
+            self._lanes.stop_before(batch + self.schedule.look_ahead + 1)
+        elif name == WRITEBACK:
+            self._arenas.append(self._contexts.pop(batch).arena)
         if not ctx.cut_short:
             self._ledger.end(task.op)
         if name == self._closing:
@@ -205,31 +173,6 @@ class Engine:
 
     def _open(self, number: int) -> Context:
         arena = self._arenas.pop() if self._arenas else Arena()
-        nothing = Window([0] * (self._micro_batches + 1), self._parts, self.setting.window_cache)
-        ctx = Context(number, Batch.empty(self._names), nothing, arena, has_data=False)
-        try:
-            batch = self._read()
-            if batch is not None:
-                order, bounds = self._cluster(batch)
-                if order is not None:
-                    batch = batch.select(torch.from_numpy(order))
-                ctx.batch = batch.pin_memory() if self._pinned else batch
-                ctx.order, ctx.window, ctx.has_data = order, dataclasses.replace(nothing, bounds=bounds), True
-        except Stopped:
-            ctx.stops = True
-        except Exception as problem:
-            ctx.error = problem
+        ctx = Context(number, Batch.empty(self._names), self._nothing, arena, has_data=False)
         self._contexts[number] = ctx
         return ctx
-
-    def _cluster(self, batch: Batch) -> tuple[np.ndarray | None, list[int]]:
-        keys = self.ops.keys
-        return cluster(
-            batch,
-            self.ops.plan,
-            self._micro_batches,
-            self.setting.clustering,
-            self._dedup,
-            rank=keys.rank,
-            world=keys.world,
-        )

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from nestpipe.arena import Arena
 from nestpipe.batch import SEEN, Batch, Jagged
+from nestpipe.engine.context import Context
 from nestpipe.engine.dense import call
 from nestpipe.engine.loader import Loader
-from nestpipe.engine.step import Context, StepOperations
+from nestpipe.engine.step import StepOperations
 from nestpipe.exchange.window import Window
 from nestpipe.metrics import in_lists, rank_all
 
@@ -47,7 +48,8 @@ def lookup(
     batch = Batch.empty([f.name for f in ops.plan.features]) if batch is None else batch
     ctx = Context(number, batch, Window([0, batch.size]), arena, error=error, has_data=has_data)
     ops.h2d(ctx)
-    if not ops.route(ctx):
+    ops.route(ctx)
+    if ctx.ends:
         return None
     ops.read(ctx)
     ops.emb(ctx, train=False)

@@ -1,7 +1,7 @@
-"""The operations of a training step, one method each, on the context of one batch.
+"""The operations of a training step, one method each, of the operation's name, on the context of one batch.
 
 The serial schedule runs them in the order they stand here; others run them in several threads, on several batches at once,
-and what each touches is written down in schedule/check.py. Only `route` and `agree` decide anything together with the
+and what each touches is written down in schedule/ops.py. Only `route` and `agree` decide anything together with the
 other workers: a worker in trouble says so there, so that all leave at once instead of waiting for it.
 """
 
@@ -10,20 +10,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.batch import Batch, Jagged
 from nestpipe.engine.buffers import DualBuffer
+from nestpipe.engine.context import BAD, LOSS, QUIT, SAMPLES, STOP, TRAINABLE, TROUBLE, WEIGHT, Context, StepResult
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.mixing import ENOUGH, try_mixing
 from nestpipe.engine.reducer import all_finite
 from nestpipe.engine.versions import Versions
-from nestpipe.errors import TrainingError
+from nestpipe.errors import Stopped, TrainingError
+from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.layout import Layout, Sizes, payload_layout
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
@@ -31,61 +33,15 @@ from nestpipe.exchange.source import SourceRoute
 from nestpipe.exchange.transport import Transport
 from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator
-from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, rows_of, scatter_add
+from nestpipe.kernels.rows import NONE, gather, pool, pool_add, pool_put, rows_of, scatter_add
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
 
 log = logging.getLogger("nestpipe")
 Store = MemoryStore | DiskStore
 
-OUT_OF_DATA, HAS_DATA, FAILED, STOPS = 0, 1, 2, 3
+OUT_OF_DATA, HAS_DATA, FAILED, STOPS = 0, 1, 2, 3  # what a worker says of itself in ROUTE
 MIXING_TRIALS = 10  # batches; all but the first only as long as no row has a gradient
-
-# What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
-LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE = range(NUM_TOTALS := 8)
-
-
-@dataclasses.dataclass
-class StepResult:
-    """What one step did, the same on every worker."""
-
-    step: int  # counted from 1: as many steps as have been done with this one
-    loss: float  # mean over the global batch
-    samples: int  # of all workers
-    weight: float  # what the loss was divided by: samples, or tokens
-    skipped: bool = False  # the batch had a loss that is not finite and was left out
-
-
-@dataclasses.dataclass
-class Context:
-    """All that belongs to one batch in flight; it dies with the batch. Buffers are by dim."""
-
-    step: int
-    batch: Batch
-    window: Window
-    arena: Arena
-    order: np.ndarray | None = None  # which samples of the batch as it came these are, if clustering has moved them
-    error: BaseException | None = None
-    has_data: bool = True  # False: this worker takes part with nothing
-    stops: bool = (
-        False  # a worker (after ROUTE: any) was asked to stop while it waited for this batch: nobody trains on it
-    )
-    inputs: list[Batch] = dataclasses.field(default_factory=list)  # micro-batches, on the device
-    source: SourceRoute = None  # type: ignore[assignment]
-    owner: OwnerRoute = None  # type: ignore[assignment]
-    rows: list[Rows] = dataclasses.field(default_factory=list)  # per table: where this owner's rows of the batch lie
-    positions: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: which of these each key has
-    in_tier: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: their positions in its store
-    sent: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors to the sources
-    received: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors from the owners
-    grads: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their gradients, to be sent back
-    returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
-    leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
-    outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
-    totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(NUM_TOTALS))
-    result: StepResult | None = None
-    trains: bool = False  # agreed: there is something to learn, and nothing wrong with it
-    cut_short: bool = False  # the operation at hand has failed half-way; all will hear of it
 
 
 class StepOperations:
@@ -108,19 +64,19 @@ class StepOperations:
         check_freshness: bool = False,
         try_mixing: bool = False,
     ) -> None:
-        self.plan, self.keys, self.rows, self.dense = plan, keys, rows, dense
+        self.plan, self.keys, self.rows, self.dense_part = plan, keys, rows, dense
         self._check_freshness = check_freshness
         self.use(stores)
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.stop_asked = False  # of this worker, from outside
-        self.has_quit = (
-            False  # this worker, because its on_step has raised: it makes no more calls that others make as well
-        )
+        self.has_quit = False  # this worker: its on_step has raised, so it makes no more calls that others make as well
         self.quitting = False  # whether one of them has, as all know
         self._skip_nonfinite = skip_nonfinite
         self._trials = MIXING_TRIALS if try_mixing else 0  # that are left
         # Each lane has its own: they hold scratch memory.
         self._source_dedup, self._owner_dedup, self._store_dedup = Deduplicator(), Deduplicator(), Deduplicator()
+        self._cluster_dedup = Deduplicator()
+        self._pinned = dense.device.type != "cpu"
 
     def use(self, stores: Sequence[Store]) -> None:
         """Works on these tables from here on."""
@@ -128,24 +84,45 @@ class StepOperations:
         self.buffers = [DualBuffer(store) if isinstance(store, DiskStore) else None for store in stores]
         self._versions = Versions(self.stores) if self._check_freshness else None
 
-    def begin(self) -> None:
+    def begin(self, read: Callable[[], Batch | None], clustering: str) -> None:
         """A run of batches starts: what is left in buffers belongs to no neighbour, and gradients of a batch that failed to
-        nobody."""
-        self.dense.forget()
+        nobody. read: gives the batches; see PREFETCH."""
+        self._read, self._clustering = read, clustering
+        self.dense_part.forget()
         for buffer in self.buffers:
             if buffer is not None:
                 buffer.forget()
 
     # -- rows to the model -------------------------------------------------------------------------------------------
 
+    def prefetch(self, ctx: Context) -> None:
+        """Takes the next batch, which a thread or process of its own has read and checked; deals its samples to
+        micro-batches."""
+        try:
+            batch = self._read()
+            if batch is None:
+                return
+            keys, micro_batches = self.keys, ctx.window.micro_batches
+            order, bounds = cluster(
+                batch, self.plan, micro_batches, self._clustering, self._cluster_dedup, rank=keys.rank, world=keys.world
+            )
+            if order is not None:
+                batch = batch.select(torch.from_numpy(order))
+            ctx.batch = batch.pin_memory() if self._pinned else batch
+            ctx.order, ctx.window, ctx.has_data = order, dataclasses.replace(ctx.window, bounds=bounds), True
+        except Stopped:
+            ctx.stops = True
+        except Exception as problem:
+            ctx.error = problem
+
     def h2d(self, ctx: Context) -> None:
         """Micro-batches on the device. They live as long as the batch, and BWD waits for the device, so that no copy is
         given up while a kernel still reads it."""
         pairs = itertools.pairwise(ctx.window.bounds)
-        ctx.inputs = [ctx.batch.slice(first, last).to(self.dense.device) for first, last in pairs]
+        ctx.inputs = [ctx.batch.slice(first, last).to(self.dense_part.device) for first, last in pairs]
 
-    def route(self, ctx: Context) -> bool:
-        """Deduplicates keys, buckets them by owner, exchanges them. False if no worker has data any more, or one stops."""
+    def route(self, ctx: Context) -> None:
+        """Deduplicates keys, buckets them by owner, exchanges them; unless no worker has data any more, or one stops."""
         if ctx.error is not None:
             self._give_up(ctx)
         try:
@@ -160,15 +137,15 @@ class StepOperations:
         if (sizes.state == FAILED).any():
             leave_together(self.keys, ctx)
         ctx.stops = bool((sizes.state == STOPS).any())
-        if ctx.stops or not (sizes.state == HAS_DATA).any():
-            return False
+        ctx.ends = ctx.stops or not (sizes.state == HAS_DATA).any()
+        if ctx.ends:
+            return
         _, counts = payload_layout(sizes, self.plan, ctx.window)
         received = ctx.arena.take("payload in", int(counts.sum()), np.int32)
         payload = self.keys.all_to_all(ctx.source.payload, ctx.source.payload_counts, received, counts)
         ctx.owner = OwnerRoute(sizes, payload, self.plan, ctx.window, self._owner_dedup, ctx.arena)
         for dim in self.plan.groups:
             ctx.sent[dim], ctx.received[dim] = self._buffers(ctx, dim, "vectors", ctx.owner.vectors, ctx.source.vectors)
-        return True
 
     def _source_route(self, ctx: Context) -> SourceRoute:
         return SourceRoute(ctx.batch, self.plan, ctx.window, self.keys, self._source_dedup, ctx.arena)
@@ -285,7 +262,7 @@ class StepOperations:
             else:
                 values = torch.empty(size, entries.dim)
                 pool(source, entries.positions, offsets, entries.weights, NONE, values.numpy())
-            vectors[feature.name] = values.to(self.dense.device)
+            vectors[feature.name] = values.to(self.dense_part.device)
         return vectors
 
     def _rows_of(self, batch: Batch, vectors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -294,7 +271,7 @@ class StepOperations:
             for f in self.plan.features
         }
 
-    def forward(self, ctx: Context, m: int) -> None:
+    def fwd(self, ctx: Context, m: int) -> None:
         """Runs the model on micro-batch m; adds its losses to the batch's totals."""
         if ctx.error is None:
             try:
@@ -307,7 +284,7 @@ class StepOperations:
         if not batch.size:
             return
         doubt = self._try_mixing(ctx, m) if self._trials else None
-        output = self.dense.forward(batch, rows)
+        output = self.dense_part.forward(batch, rows)
         if doubt is not None and self.rows.rank == 0:
             log.warning(
                 f"{doubt}. Set mixes_samples in the model to say that it does (True), or does not or is meant so (False)"
@@ -338,25 +315,25 @@ class StepOperations:
         if last < 2 or not first < min(ENOUGH, ctx.batch.size) <= last:
             return None
         self._trials -= 1
-        if getattr(self.dense.model, "mixes_samples", None) is not None:
+        if getattr(self.dense_part.model, "mixes_samples", None) is not None:
             self._trials = 0
             return None
-        batch = ctx.batch.slice(0, last).to(self.dense.device)
+        batch = ctx.batch.slice(0, last).to(self.dense_part.device)
         parts = [self._gather(ctx, k) for k in range(m + 1)]
         vectors = {f.name: torch.cat([part[f.name] for part in parts]) for f in self.plan.features}
-        trial = try_mixing(self.dense.model, batch, self._rows_of(batch, vectors))
+        trial = try_mixing(self.dense_part.model, batch, self._rows_of(batch, vectors))
         if trial.learns or trial.doubt is not None:
             self._trials = 0
         return trial.doubt
 
-    def backward(self, ctx: Context, m: int) -> None:
+    def bwd(self, ctx: Context, m: int) -> None:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
         output = ctx.outputs.pop(m, None)
         leaves = ctx.leaves.pop(m, {})
         last = m == ctx.window.micro_batches - 1
         if output is not None and output.losses.requires_grad:
             ctx.totals[TRAINABLE] += 1
-            self.dense.backward(output.losses.sum(), last=last)
+            self.dense_part.backward(output.losses.sum(), last=last)
             if ctx.error is None:
                 self._backward_rows(ctx, m, leaves)
         if last and ctx.error is None:
@@ -380,7 +357,7 @@ class StepOperations:
                 pool_add(values, NONE, positions, offsets, entries.weights, grads)
 
     def _check_dense_gradients(self, ctx: Context) -> None:
-        name = self.dense.not_finite()
+        name = self.dense_part.not_finite()
         if name is not None:
             self._not_finite(ctx, f"parameter {name!r}", None)
 
@@ -393,9 +370,12 @@ class StepOperations:
                 f"out and count them"
             )
 
-    def agree(self, ctx: Context, *, train: bool = True) -> bool:
-        """Sums losses, weights and troubles over workers; raises on every worker if one has trouble. True if one of them has
-        been asked to stop."""
+    def reduce(self, ctx: Context) -> None:
+        """Waits for the sum of dense gradients over workers, which the last backward has begun."""
+        self.dense_part.reduce()
+
+    def agree(self, ctx: Context, *, train: bool = True) -> None:
+        """Sums losses, weights and troubles over workers; raises on every worker if one has trouble."""
         ctx.error = ctx.error or self.trouble
         ctx.totals[TROUBLE] = ctx.error is not None
         ctx.totals[STOP], ctx.totals[QUIT] = self.stop_asked or self.has_quit, self.has_quit
@@ -410,7 +390,6 @@ class StepOperations:
             )
         self.quitting |= bool(ctx.totals[QUIT])
         ctx.trains = bool(ctx.totals[BAD] == 0 and ctx.totals[WEIGHT] != 0)
-        return bool(ctx.totals[STOP])
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
 
@@ -429,15 +408,15 @@ class StepOperations:
             for k, buffer in enumerate(self.buffers):
                 self._versions.update(k, ctx.step, buffer)
 
-    def dense_update(self, ctx: Context) -> StepResult:
-        """The same for the dense optimizer."""
+    def dense(self, ctx: Context) -> None:
+        """The same for the dense optimizer. The batch has its result."""
         loss, weight, samples = ctx.totals[[LOSS, WEIGHT, SAMPLES]].tolist()
         if ctx.trains:
-            self.dense.update(1.0 / weight)
+            self.dense_part.update(1.0 / weight)
         else:
-            self.dense.forget()
+            self.dense_part.forget()
         loss = loss / weight if weight else float("nan")
-        return StepResult(ctx.step + 1, loss, int(samples), weight, skipped=bool(ctx.totals[BAD]))
+        ctx.result = StepResult(ctx.step + 1, loss, int(samples), weight, skipped=bool(ctx.totals[BAD]))
 
     def writeback(self, ctx: Context) -> None:
         """Rows of the buffer to their tier, also those of a batch that was left out: new ones are nowhere else."""

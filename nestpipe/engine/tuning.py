@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from nestpipe.engine.step import StepResult
+from nestpipe.engine.context import StepResult
 from nestpipe.exchange.transport import Transport
 from nestpipe.schedule.setting import MOST_PARTS
 

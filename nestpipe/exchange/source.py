@@ -11,7 +11,7 @@ import numpy as np
 
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged
-from nestpipe.exchange.layout import Sizes, lay_out, payload_layout, starts
+from nestpipe.exchange.layout import Sizes, key_bytes, lay_out, payload_layout, starts
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
 from nestpipe.exchange.window import Window
@@ -105,7 +105,7 @@ class SourceRoute:
         self.sizes = Sizes.empty(transport.world, len(tables), window.parts)
         grad_counts = np.zeros((len(tables), window.parts, transport.world), np.int64)
         for k, table in enumerate(tables):
-            wide = _wide(table.keys)
+            wide = key_bytes(table.keys) == 8
             if plan.at_owner[k]:
                 weighted = len(table.weights) > 0
                 self.sizes.put(k, bags[k].num_keys.sum(axis=0), bags[k].num_bags, weighted=weighted, wide=wide)
@@ -303,14 +303,9 @@ class SourceRoute:
             )
 
 
-def _wide(keys: np.ndarray) -> bool:
-    """Whether one of the keys needs more than four bytes."""
-    return bool(len(keys)) and not -(2**31) <= keys.min() <= keys.max() < 2**31
-
-
 def wire_bytes(dim: int, keys: np.ndarray, *, weighted: bool) -> tuple[int, int, int]:
     """What crosses the wire for a row, for a bag that is pooled at the owner, and for each key of such a bag."""
-    vector, key = dim * 8, 8 if _wide(keys) else 4  # the vector there, and its gradient back
+    vector, key = dim * 8, key_bytes(keys)  # the vector there, and its gradient back
     return vector + key, vector + 4, key + (4 if weighted else 0)
 
 

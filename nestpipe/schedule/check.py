@@ -130,8 +130,8 @@ def _missing(tasks: list[Task], num_batches: int, schedule: Schedule) -> Iterato
     for name in sorted({op.name for op in times} - set(OPERATIONS)):
         yield f"no operation is called {name!r}; there are {', '.join(OPERATIONS)}"
     middle, micro_batches = num_batches // 2, schedule.micro_batches
-    for name in OPERATIONS:
-        parts = micro_batches if name in (FWD, BWD) else schedule.num_parts(name) if name in (EMB, GRAD) else 1
+    for name, operation in OPERATIONS.items():
+        parts = {"always": micro_batches, "may": schedule.num_parts(name), "never": 1}[operation.cut]
         if parts not in (1, micro_batches):
             yield f"{name} has {parts} parts and there are {micro_batches} micro-batches; give it one part or one for each"
         for part in range(parts):

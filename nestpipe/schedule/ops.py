@@ -32,6 +32,7 @@ class Operation:
     colour: in pictures.
     group: of which process group it issues collectives: one lane uses each group, so that all workers have one order.
     collective: what it waits for other workers with: "all_to_all", "all_reduce", or None: it waits for nobody.
+    cut: whether it is done micro-batch by micro-batch: "always", "never", or "may": once for all of them, or for each.
     reads, writes: what it touches, for the checker. "tier": one thing, whatever the batch. "routes[t]": of its batch;
         "positions[t-1]": of the one before. "buffer[t mod 2]": one of two. "vectors[t, m]": of its micro-batch, or of all if it
         is done once for all of them; "[t, all]", "[t, up to m]", "[t, from m]": of several.
@@ -44,6 +45,7 @@ class Operation:
     colour: str
     group: str | None = None
     collective: str | None = None
+    cut: str = "never"
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
@@ -105,6 +107,7 @@ _TABLE = (
         colour="#4fb8d6",
         group="rows",
         collective="all_to_all",
+        cut="may",
         reads=("positions[t]", "buffer[t mod 2]", "rows in memory", "given up rows"),
         writes=("vectors[t, m]",),  # of rows that m is the first to use
     ),
@@ -114,6 +117,7 @@ _TABLE = (
         "the model, forward",
         unit="forward operation",
         colour="#2f6fb4",
+        cut="always",
         reads=("vectors[t, up to m]", "dense weights"),
         writes=("output[t, m]", "losses and troubles[t]"),
     ),
@@ -124,6 +128,7 @@ _TABLE = (
         unit="backward operation",
         colour="#1d3f78",
         group="dense",
+        cut="always",
         reads=("output[t, m]", "dense weights"),
         # Gradients that are not finite are a trouble; [from m]: of rows that those are the last to use.
         writes=("dense gradients", "losses and troubles[t]", "gradients[t, from m]"),
@@ -157,6 +162,7 @@ _TABLE = (
         colour="#3a9a4f",
         group="rows",
         collective="all_to_all",
+        cut="may",
         reads=("gradients[t, m]",),
         writes=("returned[t, m]",),
     ),

@@ -8,18 +8,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from nestpipe.exchange.layout import Sizes
+from nestpipe.exchange.window import Window
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.ops import Op, Schedule, Task
 from nestpipe.schedule.setting import Setting
 from nestpipe.simulate.events import Cost, Seconds
 from nestpipe.simulate.profile import READ, Profile, units
 from nestpipe.simulate.workload import Workload
-
-BUCKET = (
-    25e6  # bytes of dense gradients that are summed at once; what the last of them takes cannot hide behind backward
-)
-AGREED = 64  # bytes that workers agree on in a step
-AHEAD = 2  # batches that are read before they are asked for, see engine/loader.py
+from nestpipe.sizes import BUCKET_BYTES, NUM_TOTALS, READ_AHEAD
 
 
 class Costs:
@@ -37,14 +34,9 @@ class Costs:
         self.group = workers // setting.replicas
         self._seed = seed
         self.split = workload.split(setting.parts, setting.clustering, setting.window_cache)
-        crowd = 1 + profile.crowding * (workers - 1)
-        busy = min(profile.network.per_node, workers) / profile.cores if profile.cores else 1.0
+        self._crowd = 1 + profile.crowding * (workers - 1)
+        self._busy = max(1.0, min(profile.network.per_node, workers) / profile.cores) if profile.cores else 1.0
         ops = sorted({(task.op.name, task.op.part) for task in self.schedule.tasks})
-        self._factor = {
-            name: (crowd if name in op.of_kind(op.LOOKUP) else 1.0)
-            * (max(1.0, busy) if name in profile.hosted else 1.0)
-            for name, _ in ops
-        }
         # Neighbours on a node are replicas of each other, so that what they exchange uses the fastest links; those that hold
         # different keys are as many workers apart.
         apart = profile.jitter > 0 and setting.replicas > 1
@@ -123,9 +115,9 @@ class Costs:
             return amount
         match unit:
             case "step":
-                return AGREED
+                return np.dtype(np.float64).itemsize * NUM_TOTALS
             case "key":
-                return self.sent_keys * self.workload.key_bytes
+                return self.key_bytes
             case "row of the owner" | "row of two batches":
                 return amount * self._mean_record
         raise ValueError(f"operation {name} exchanges so many of {unit!r}, whose bytes `Costs._sent` does not know")
@@ -139,7 +131,7 @@ class Costs:
     @property
     def _sizes(self) -> float:
         """Bytes that every worker tells the others before keys travel."""
-        return 8 * (len(self.workload.tables) + 1) * self.schedule.num_parts(op.EMB) * self.group
+        return Sizes.empty(self.group, len(self.workload.tables), self.schedule.num_parts(op.EMB)).table.nbytes
 
     def _all_reduce(self, name: str, part: int) -> float:
         network, sent = self.profile.network, self._sent(name, part)
@@ -148,17 +140,22 @@ class Costs:
             return whole
         # It began in the last backward, behind which it runs; all but its last bucket, which is complete only then.
         hiding = self._alone(op.BWD, self.workload.backward_flops * self.split.compute[-1])
-        return max(network.all_reduce(min(sent, BUCKET), self.workers), whole - hiding)
+        return max(network.all_reduce(min(sent, BUCKET_BYTES), self.workers), whole - hiding)
 
     def _alone(self, name: str, units: float) -> float:
-        return self.profile.work(name)(units) * self._factor[name]
+        seconds = self.profile.work(name)(units * (self._crowd if name in op.of_kind(op.LOOKUP) else 1.0))
+        return seconds * (self._busy if name in self.profile.hosted else 1.0)
 
     # -- how much ------------------------------------------------------------------------------------------------------
 
     @property
-    def sent_keys(self) -> float:
-        """Distinct keys of a worker's batch."""
-        return sum(table.growth(table.keys) for table in self.workload.tables)
+    def key_bytes(self) -> float:
+        """What a worker's batch sends to owners: its distinct keys, once, with the last micro-batch that uses the row; without
+        the window cache again for every micro-batch."""
+        window = Window([0], self.schedule.num_parts(op.EMB), self.setting.window_cache)
+        told = 0 if window.last_use is None else window.last_use.itemsize
+        once = sum(table.growth(table.keys) * (table.key_bytes + told) for table in self.workload.tables)
+        return once * (1.0 if self.setting.window_cache else sum(self.split.rows))
 
     def owned_rows(self, batches: int = 1) -> float:
         """Distinct rows that an owner is asked for by its group, in so many of its batches."""
@@ -182,7 +179,7 @@ def _with_source(schedule: Schedule) -> Schedule:
         for task in schedule.step(t):
             if task.op.name == op.PREFETCH:
                 batch = task.op.batch
-                yield Task(Op(READ, batch), "source", (Op(op.PREFETCH, batch - AHEAD),))
+                yield Task(Op(READ, batch), "source", (Op(op.PREFETCH, batch - READ_AHEAD),))
                 task = task._replace(after=(*task.after, Op(READ, batch)))
             yield task
 

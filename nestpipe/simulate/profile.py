@@ -44,8 +44,8 @@ class Profile:
     operations: by name; what is left out takes no time.
     cores: of a node, shared by its workers' host work; 0: enough for all of them.
     hosted: operations that the host's cores do.
-    crowding: by how much lookups slow down for every further worker in the cluster, as a part of their time on one worker.
-        Of a published cluster, where it was seen; nobody said why.
+    crowding: by how much each unit of a lookup slows down for every further worker in the cluster, as a part of its time on
+        one worker. Of a published cluster, where it was seen; nobody said why.
     jitter: standard deviation of an operation's time, as a part of it; log-normal, new for each worker and batch.
     device_memory, host_memory, disk: bytes of a worker; 0: not known. device_memory 0: rows live on the host.
     """

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nestpipe.batch import Batch, Jagged
 from nestpipe.config import Built, Config, build
 from nestpipe.exchange.clustering import cluster
+from nestpipe.exchange.layout import key_bytes
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.simulate.keys import Growth, count
@@ -32,7 +33,8 @@ class TableLoad:
 
     keys: of the batch, repeated ones included. growth: how many distinct ones there are among so many.
     bags: pooled vectors that the batch needs of it; 0: its rows are used one by one.
-    record: bytes of a row with its optimizer's state. owners: workers that hold it, if not all of a group.
+    record: bytes of a row with its optimizer's state. key_bytes: of a key on its way to its owner.
+    owners: workers that hold it, if not all of a group.
     memory: budget over all workers of a table on disk, its index included.
     """
 
@@ -41,6 +43,7 @@ class TableLoad:
     keys: float
     growth: Growth
     record: int
+    key_bytes: int = 8
     bags: float = 0.0
     tier: str = "memory"
     pooled_at: str = "source"
@@ -74,7 +77,7 @@ WHOLE = Split((1.0,), (1.0,), (1.0,))
 class Workload:
     """One worker's batch.
 
-    input_bytes: keys, dense inputs and labels. key_bytes: of a key on its way to its owner.
+    input_bytes: keys, dense inputs and labels.
     forward_flops, backward_flops: of the model. dense_bytes: of its parameters.
     batches, plan: what micro-batches are cut from; see `split`.
     """
@@ -86,7 +89,6 @@ class Workload:
     dense_bytes: float
     forward_flops: float
     backward_flops: float
-    key_bytes: int = 8
     batches: Sequence[Batch] = ()
     plan: ExchangePlan | None = None
 
@@ -126,7 +128,6 @@ def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
     first = batches[0]
     forward, backward = flops(built.model, first.slice(0, min(first.size, MODEL_SAMPLES)), built.features, built.tables)
     each = first.size / min(first.size, MODEL_SAMPLES)
-    keys = np.concatenate([one.keys[feature.name].values.numpy() for one in batches for feature in built.features])
     return Workload(
         name=name,
         samples=first.size,
@@ -135,7 +136,6 @@ def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
         dense_bytes=float(sum(one.numel() * one.element_size() for one in built.model.parameters())),
         forward_flops=forward * each,
         backward_flops=backward * each,
-        key_bytes=4 if not len(keys) or (keys.min() >= 0 and keys.max() < 2**31) else 8,
         batches=list(batches),
         plan=plan,
     )
@@ -165,6 +165,7 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
         keys=float(np.mean([len(one) for one in keys])),
         growth=count(keys),
         record=table.dim * element + 4 * table.optimizer.state_floats(table.dim),
+        key_bytes=max(map(key_bytes, keys)),
         bags=bags,
         tier=table.tier,
         pooled_at="source" if sequences else table.pooled_at,

@@ -21,7 +21,7 @@ from nestpipe.checkpoint.commands import inspect
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.config import Config, parse
 from nestpipe.data import SyntheticClicks, dataset
-from nestpipe.engine.step import StepResult
+from nestpipe.engine.context import StepResult
 from nestpipe.errors import TrainingError
 from tests.cluster import Cluster
 from tests.test_checkpoint import FEATURES, TABLES, Model, contents

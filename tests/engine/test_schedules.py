@@ -25,8 +25,8 @@ import nestpipe.trainer
 from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Output, RowwiseAdagrad, Table, Trainer
 from nestpipe.arena import Arena
 from nestpipe.engine.buffers import DualBuffer
+from nestpipe.engine.context import Context
 from nestpipe.engine.engine import Around
-from nestpipe.engine.step import Context
 from nestpipe.exchange import source
 from nestpipe.exchange.window import Window
 from nestpipe.schedule.ops import Task
@@ -446,7 +446,8 @@ def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
         batch = Batch.empty([f.name for f in features]) if batch is None else batch
         ctx = Context(number, batch, Window([0, batch.size]), Arena(), has_data=has_data)
         ops.h2d(ctx)
-        if not ops.route(ctx):
+        ops.route(ctx)
+        if ctx.ends:
             return None
         ops.retrieve(ctx)
         ops.sync(ctx)  # with what the batch before has not changed yet
@@ -454,19 +455,21 @@ def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
         return ctx
 
     try:
-        ops.begin()
+        ops.begin(lambda: None, "none")
         now = open_next(0)
         for t in itertools.count(1):
             if now is None:
                 break
-            ops.forward(now, 0)
-            ops.backward(now, 0)
+            ops.fwd(now, 0)
+            ops.bwd(now, 0)
             ops.agree(now)
             ops.grad(now)
             following = open_next(t)
             ops.update(now)
-            ops.dense.reduce()
-            losses.append(np.float64(ops.dense_update(now).loss).tobytes())
+            ops.reduce(now)
+            ops.dense(now)
+            assert now.result is not None
+            losses.append(np.float64(now.result.loss).tobytes())
             if following is not None:
                 ops.sync(following)  # the update itself is of the row as it is
             ops.writeback(now)

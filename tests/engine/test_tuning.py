@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nestpipe import SGD, Batch, Feature, Jagged, Table, Trainer
 from nestpipe.engine import tuning
-from nestpipe.engine.step import StepResult
+from nestpipe.engine.context import StepResult
 from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.exchange.transport import Transport
 from tests.cluster import Cluster

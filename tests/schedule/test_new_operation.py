@@ -68,7 +68,7 @@ def test_it_is_checked() -> None:
 def test_it_is_costed_by_its_unit_its_collective_and_its_kind() -> None:
     known = profile({"PACK": (0.5, 0.01)}, network=LINKS, crowding=0.1)
     cost = Costs(workload(), known, Setting("packing"), 8)(Op("PACK", 0))
-    assert cost.alone == pytest.approx((0.5 + 0.01 * 20) * 1.7)  # 20 rows of an owner; seven others crowd it
+    assert cost.alone == pytest.approx(0.5 + 0.01 * 20 * 1.7)  # 20 rows of an owner; seven others crowd it
     assert cost.together == pytest.approx(LINKS.all_to_all(20 * 36, 8))  # in records of 36 bytes
     assert "PACK = { fixed = 0.5, each = 0.01 }  # row of the owner" in to_toml(known)
     operations = {"PACK": {"fixed": 0.5, "each": 0.01}}

@@ -10,11 +10,12 @@ import pytest
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.ops import OPERATIONS, Op
 from nestpipe.schedule.setting import Setting
-from nestpipe.simulate.costs import AGREED, BUCKET, Costs
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import READ
 from nestpipe.simulate.sweep import predict, run
 from nestpipe.simulate.workload import Workload
+from nestpipe.sizes import BUCKET_BYTES
 from tests.simulate.tiny import load, profile, workload
 
 SERIAL = Setting("serial")
@@ -36,7 +37,7 @@ def test_every_operation_does_as_much_as_by_hand() -> None:
         "PREFETCH": 10, "H2D": 1000, "ROUTE": 40, "RETRIEVE": 20, "SYNC": 0, "EMB": 20 * 8 * 4, "FWD": 1e6, "BWD": 2e6,
         "REDUCE": 400, "AGREE": 1, "GRAD": 20 * 8 * 4, "UPDATE": 20, "DENSE": 400, "WRITEBACK": 20,
     }  # fmt: skip
-    assert costs.units(READ) == 10 and costs.sent_keys == 20
+    assert costs.units(READ) == 10 and costs.key_bytes == 20 * 8
 
 
 def test_sync_does_the_rows_of_two_batches_in_a_row() -> None:
@@ -56,9 +57,9 @@ def test_what_workers_do_together_takes_what_the_network_says() -> None:
     costs = Costs(workload(), profile({}, network=LINKS), SERIAL, 8)
     rows = LINKS.all_to_all(20 * 8 * 4, 8)
     assert costs(Op("EMB", 0)).together == costs(Op("GRAD", 0)).together == rows > 0
-    sizes = LINKS.all_to_all(8 * 2 * 8, 8)
+    sizes = LINKS.all_to_all(8 * (1 + 4) * 8, 8)  # the state of the sender, and four figures of the one table
     assert costs(Op("ROUTE", 0)).together == pytest.approx(LINKS.all_to_all(20 * 8, 8) + sizes)
-    assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(AGREED, 8)
+    assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(8 * 8, 8)
     for name in set(OPERATIONS) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
         assert costs(Op(name, 0)).together is None
 
@@ -70,8 +71,8 @@ def test_on_one_worker_nobody_meets() -> None:
 
 
 def test_the_sum_of_dense_gradients_hides_behind_the_backward_but_for_its_last_bucket() -> None:
-    big = workload(dense_bytes=4 * BUCKET)
-    whole, last = LINKS.all_reduce(4 * BUCKET, 8), LINKS.all_reduce(BUCKET, 8)
+    big = workload(dense_bytes=4 * BUCKET_BYTES)
+    whole, last = LINKS.all_reduce(4 * BUCKET_BYTES, 8), LINKS.all_reduce(BUCKET_BYTES, 8)
     for backward, left in ((0.0, whole), (0.1, whole - 0.1), (100.0, last)):
         costs = Costs(big, profile({"BWD": (backward, 0.0)}, network=LINKS), SERIAL, 8)
         assert costs(Op("REDUCE", 0)).together == pytest.approx(left)
@@ -107,11 +108,14 @@ def test_cores_enough_for_all_stretch_nothing() -> None:
 
 
 def test_a_crowded_cluster_slows_lookups_down_and_nothing_else() -> None:
-    costs = Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 101)
+    each = {name: (0.5, 1.0) for name in OPERATIONS}
+    costs = Costs(workload(), profile(each, crowding=0.01), SERIAL, 101)
+    slowed = {name: 2.0 if operation.kind == op.LOOKUP else 1.0 for name, operation in OPERATIONS.items()}
     assert {name: alone(costs, name) for name in OPERATIONS} == {
-        name: 2.0 if name in op.of_kind(op.LOOKUP) else 1.0 for name in OPERATIONS
+        name: pytest.approx(0.5 + slowed[name] * costs.units(name)) for name in OPERATIONS
     }
-    assert alone(Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 1), "RETRIEVE") == 1
+    lonely = Costs(workload(), profile(each, crowding=0.01), SERIAL, 1)
+    assert alone(lonely, "RETRIEVE") == 0.5 + lonely.units("RETRIEVE")
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(6, 4), (2, 4), (0, 1), (4, 0)])

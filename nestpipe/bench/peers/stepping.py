@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from nestpipe.batch import Batch
+from nestpipe.engine.context import StepResult
 from nestpipe.engine.loader import AHEAD
-from nestpipe.engine.step import StepResult
 from nestpipe.schedule.ops import Task
 from nestpipe.trainer import Trainer
 

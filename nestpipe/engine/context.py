@@ -1,0 +1,66 @@
+"""Context: all that belongs to one batch in flight, and the numbers that workers agree on about it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from nestpipe.arena import Arena
+from nestpipe.batch import Batch, Output
+from nestpipe.exchange.owner import OwnerRoute
+from nestpipe.exchange.source import SourceRoute
+from nestpipe.exchange.window import Window
+from nestpipe.kernels.rows import Rows
+from nestpipe.sizes import NUM_TOTALS
+
+# What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
+LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE = range(NUM_TOTALS)
+
+
+@dataclasses.dataclass
+class StepResult:
+    """What one step did, the same on every worker."""
+
+    step: int  # counted from 1: as many steps as have been done with this one
+    loss: float  # mean over the global batch
+    samples: int  # of all workers
+    weight: float  # what the loss was divided by: samples, or tokens
+    skipped: bool = False  # the batch had a loss that is not finite and was left out
+
+
+@dataclasses.dataclass
+class Context:
+    """All that belongs to one batch in flight; it dies with the batch. Buffers are by dim."""
+
+    step: int
+    batch: Batch
+    window: Window
+    arena: Arena
+    order: np.ndarray | None = None  # which samples of the batch as it came these are, if clustering has moved them
+    error: BaseException | None = None
+    has_data: bool = True  # False: this worker takes part with nothing
+    stops: bool = False  # a worker (after ROUTE: any) was asked to stop while it waited for this batch
+    ends: bool = False  # agreed in ROUTE: nobody trains on it, because a worker stops or no worker has data any more
+    inputs: list[Batch] = dataclasses.field(default_factory=list)  # micro-batches, on the device
+    source: SourceRoute = None  # type: ignore[assignment]
+    owner: OwnerRoute = None  # type: ignore[assignment]
+    rows: list[Rows] = dataclasses.field(default_factory=list)  # per table: where this owner's rows of the batch lie
+    positions: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: which of these each key has
+    in_tier: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: their positions in its store
+    sent: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors to the sources
+    received: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # vectors from the owners
+    grads: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their gradients, to be sent back
+    returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
+    leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
+    outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
+    totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(NUM_TOTALS))
+    result: StepResult | None = None
+    trains: bool = False  # agreed: there is something to learn, and nothing wrong with it
+    cut_short: bool = False  # the operation at hand has failed half-way; all will hear of it
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """After AGREE: whether one of the workers has been asked to."""
+        return bool(self.totals[STOP])
