@@ -126,19 +126,19 @@ def describe(load: Workload) -> str:
 def with_laws(load: Workload, laws: Sequence[str]) -> Workload:
     """The same batch, with distinct keys of some tables by a power law instead of as counted in the data."""
     names = [table.name for table in load.tables]
-    found: dict[str, Growth] = {}
+    growths: dict[str, Growth] = {}
     for text in laws:
         name, _, law = text.partition("=")
         skew, _, items = law.partition(",")
         try:
-            found[name] = zipf(float(skew), float(items.replace("_", "")))
+            growths[name] = zipf(float(skew), float(items.replace("_", "")))
         except ValueError as error:
             raise ValueError(
                 f"--zipf {text!r}: write it as TABLE=SKEW,ITEMS, for example --zipf item=1.05,1e10 ({error})"
             ) from None
         if name not in names:
             raise ValueError(f"--zipf names table {name!r}, {did_you_mean(name, names)}")
-    tables = [dataclasses.replace(one, growth=found.get(one.name, one.growth)) for one in load.tables]
+    tables = [dataclasses.replace(table, growth=growths.get(table.name, table.growth)) for table in load.tables]
     return dataclasses.replace(load, tables=tables)
 
 

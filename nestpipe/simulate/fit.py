@@ -173,11 +173,11 @@ TFLOP/s, and nothing says how it grows beyond 128 workers: it has no congestion 
 
 def against_published(load: Workload, profile: Profile) -> list[tuple[Published, Prediction, float]]:
     """(published, predicted at 1,536 workers, predicted efficiency against 128)."""
-    found = []
-    for one in PUBLISHED:
-        large, small = (predict(load, profile, one.setting, workers) for workers in (LARGE, SMALL))
-        found.append((one, large, small.step / large.step))
-    return found
+    compared = []
+    for published in PUBLISHED:
+        large, small = (predict(load, profile, published.setting, workers) for workers in (LARGE, SMALL))
+        compared.append((published, large, small.step / large.step))
+    return compared
 
 
 def beyond(

@@ -21,10 +21,12 @@ def draw(predictions: Sequence[Prediction], path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=10, x=0.01, ha="left", wrap=True)
     left, right = figure.subplots(1, 2)
     scaling = efficiencies(predictions)
-    counts = sorted({one.workers for one in predictions})
-    for number, name in enumerate(dict.fromkeys(one.setting for one in predictions)):
+    counts = sorted({prediction.workers for prediction in predictions})
+    for number, name in enumerate(dict.fromkeys(prediction.setting for prediction in predictions)):
         mine = sorted(
-            (one.workers, one.step, e) for one, e in zip(predictions, scaling, strict=True) if one.setting == name
+            (prediction.workers, prediction.step, e)
+            for prediction, e in zip(predictions, scaling, strict=True)
+            if prediction.setting == name
         )
         x, steps, efficiency = zip(*mine, strict=True)
         colour = COLOURS[number % len(COLOURS)]

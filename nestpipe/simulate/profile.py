@@ -109,17 +109,23 @@ def parse(name: str, values: Mapping[str, Any]) -> Profile:
     links, operations = (_section(where, values, section) for section in ("links", "operations"))
     _known(f"{where}: links", links, ["per_node", "inside", "between"])
     levels = [
-        _made(f"{where}: links.{one}", Level, _section(f"{where}: links", links, one)) for one in ("inside", "between")
+        _made(f"{where}: links.{level}", Level, _section(f"{where}: links", links, level))
+        for level in ("inside", "between")
     ]
     per_node = links.get("per_node")
     if type(per_node) is not int or per_node < 1:
         raise ValueError(f"{where}: links.per_node must be a whole number of at least 1, got {per_node!r}")
-    works = {one: _made(f"{where}: operations.{one}", Work, _section(where, operations, one)) for one in operations}
+    works = {
+        operation: _made(f"{where}: operations.{operation}", Work, _section(where, operations, operation))
+        for operation in operations
+    }
     plain = {entry: value for entry, value in values.items() if entry in _PLAIN}
     for entry, value in plain.items():
         if entry == "note" and not isinstance(value, str):
             raise ValueError(f"{where}: note must be text, got {value!r:.40}")
-        if entry == "hosted" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        if entry == "hosted" and not (
+            isinstance(value, list) and all(isinstance(operation, str) for operation in value)
+        ):
             raise ValueError(f"{where}: hosted must be a list of operations, got {value!r:.40}")
         if entry not in ("note", "hosted") and type(value) not in (int, float):
             raise ValueError(f"{where}: {entry} must be a number, got {value!r:.40}")
@@ -163,7 +169,7 @@ def to_toml(profile: Profile) -> str:
     lines = [f'note = """\n{note}"""']
     for name in _PLAIN[1:]:
         value = getattr(profile, name)
-        shown = "[" + ", ".join(f'"{one}"' for one in value) + "]" if name == "hosted" else f"{value:.6g}"
+        shown = "[" + ", ".join(f'"{operation}"' for operation in value) + "]" if name == "hosted" else f"{value:.6g}"
         lines.append(f"{name} = {shown}")
     lines += ["", "[links]", f"per_node = {network.per_node}  # workers"]
     for name, level in (("inside", network.inside), ("between", network.between)):

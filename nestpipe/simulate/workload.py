@@ -102,8 +102,8 @@ class Workload:
         if micro_batches == 1:
             return WHOLE
         assert self.plan is not None, "a workload made by hand without batches has no micro-batches"
-        found = [_split(batch, self.plan, micro_batches, clustering, window_cache) for batch in self.batches[:4]]
-        return Split(*(tuple(np.mean([getattr(one, name) for one in found], axis=0).tolist()) for name in _SHARES))
+        splits = [_split(batch, self.plan, micro_batches, clustering, window_cache) for batch in self.batches[:4]]
+        return Split(*(tuple(np.mean([getattr(split, name) for split in splits], axis=0).tolist()) for name in _SHARES))
 
     def __hash__(self) -> int:
         return id(self)
@@ -133,7 +133,7 @@ def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
         samples=first.size,
         input_bytes=float(np.mean([_bytes(batch) for batch in batches])),
         tables=[_load(table, built.features, batches) for table in built.tables],
-        dense_bytes=float(sum(one.numel() * one.element_size() for one in built.model.parameters())),
+        dense_bytes=float(sum(parameter.numel() * parameter.element_size() for parameter in built.model.parameters())),
         forward_flops=forward * each,
         backward_flops=backward * each,
         batches=list(batches),
@@ -148,9 +148,11 @@ def _owners(tables: Sequence[Table]) -> list[np.ndarray]:
 def _bytes(batch: Batch) -> int:
     """Keys, dense inputs and labels, with their offsets and weights."""
     entries = [*batch.dense.values(), batch.labels, *batch.keys.values()]
-    parts = [(one.values, one.offsets, one.weights) if isinstance(one, Jagged) else (one,) for one in entries]
-    tensors = [one for part in parts for one in part if isinstance(one, torch.Tensor)]
-    return sum(one.numel() * one.element_size() for one in tensors)
+    parts = [
+        (entry.values, entry.offsets, entry.weights) if isinstance(entry, Jagged) else (entry,) for entry in entries
+    ]
+    tensors = [tensor for part in parts for tensor in part if isinstance(tensor, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -> TableLoad:
@@ -162,7 +164,7 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
     return TableLoad(
         name=table.name,
         dim=table.dim,
-        keys=float(np.mean([len(one) for one in keys])),
+        keys=float(np.mean([len(batch) for batch in keys])),
         growth=count(keys),
         record=table.dim * element + 4 * table.optimizer.state_floats(table.dim),
         key_bytes=max(map(key_bytes, keys)),
