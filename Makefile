@@ -13,19 +13,19 @@ demo: .venv/ready
 
 # CI=1: hypothesis tries the same examples every time. Without it (pytest by hand) it looks for new ones.
 test: .venv/ready lint
-	CI=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	CI=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Every schedule against the serial one over the whole grid of settings; `make test` does a part of it.
 grid: .venv/ready
-	$(BIN)/python -m tests.engine.grid
+	$(BIN)/python -m tests.behaviour.grid
 
 # Fifty runs that lose a worker at a random moment; half an hour.
 kill: .venv/ready
-	$(BIN)/python -m tests.kill
+	$(BIN)/python -m tests.behaviour.kill
 
 # An exception before and after every operation of a step, in every schedule; about half an hour.
 failures: .venv/ready
-	$(BIN)/python -m tests.engine.failures
+	$(BIN)/python -m tests.behaviour.failures
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -122,7 +122,7 @@ def _train(
         path = saved / folder_of(trainer.steps)
         if trainer.steps == begun and loaded is not None:
             path = loaded
-        elif not trainer.from_first(path.exists()):
+        elif not trainer.workers.from_first(path.exists()):
             trainer.save(path)
         raise Stopped(f"stopped by a signal after step {trainer.steps}; saved to {path}; go on with --resume")
 
@@ -131,7 +131,7 @@ def _train(
         try:
             return evaluate_split(trainer, built, config, split)
         except TrainingError:
-            if trainer.anywhere(trainer.stop_asked):
+            if trainer.workers.any(trainer.stop_asked):
                 return None
             raise
 
@@ -159,18 +159,18 @@ def _train(
         if trainer.steps and more:  # passing over what it was trained on before may take long
             limit = config.train.timeout * (1 + PASSING * trainer.position)
             try:
-                head = trainer.wait_for(lambda: next(batches, None), what="passing over data", limit=limit)
+                head = trainer.workers.wait_for(lambda: next(batches, None), what="passing over data", limit=limit)
             except Stopped:
                 leave()
             batches = itertools.chain([] if head is None else [head], batches)
-            more = trainer.anywhere(head is not None)
+            more = trainer.workers.any(head is not None)
         finished = loaded == final and not more  # before: all is there, and stays as it is
         if not finished:
-            trainer.on_first(prepare, what="run folder")
+            trainer.workers.on_first(prepare, what="run folder")
             loaded = final if loaded == folder / NEXT else loaded
         curves = Curves(folder, enabled=first and not finished, steps=config.train.steps, done=trainer.steps)
         stack.callback(curves.close)
-        if trainer.anywhere(trainer.stop_asked):
+        if trainer.workers.any(trainer.stop_asked):
             leave()
         pauses = [number for number in (validate, every) if number]
         fitted = trainer.fit(batches, steps=steps, on_step=on_step, pause_every=pauses)
@@ -181,18 +181,18 @@ def _train(
             leave()
         if loaded != final or trainer.steps > begun:
             trainer.save(folder / NEXT)
-            trainer.on_first(lambda: _replace_final(folder), what="final checkpoint")
+            trainer.workers.on_first(lambda: _replace_final(folder), what="final checkpoint")
         after = f"the training is complete and saved to {final}; `nestpipe evaluate {folder}` judges it"
         split = config.train.eval_split
         try:
             metrics: dict[str, float] | None = {}
             if split != "none":
-                metrics = None if trainer.anywhere(trainer.stop_asked) else judge(split)
+                metrics = None if trainer.workers.any(trainer.stop_asked) else judge(split)
                 if metrics is None:
                     raise Stopped("stopped by a signal")
                 curves.metrics(split, metrics, trainer.steps)
             if record and not finished:
-                trainer.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
+                trainer.workers.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
             result = {**_told(trainer, config, fitted), "metrics": metrics}
 
             def write() -> None:
@@ -201,7 +201,7 @@ def _train(
                 if json_file is not None:
                     write_json(json_file, result)
 
-            trainer.on_first(write, what="result")
+            trainer.workers.on_first(write, what="result")
         except Stopped as error:
             raise Stopped(f"{error}; {after}") from error
         except Exception:
@@ -327,7 +327,7 @@ def _try_evaluations(trainer: Trainer, built: Built, config: Config) -> None:
     """Judges the first samples of what will be evaluated, with rows of no meaning: what cannot be is told before the training."""
     splits = [config.train.eval_split, *(["valid"] if config.train.eval_every else [])]
     for split in dict.fromkeys(split for split in splits if split != "none"):
-        trainer.wait_for(
+        trainer.workers.wait_for(
             lambda split=split: _try_evaluation(trainer, built, config, split),  # type: ignore[misc]
             what=f"a first look at the evaluation on {split!r}",
             limit=config.train.timeout,
@@ -395,7 +395,7 @@ def _resume(trainer: Trainer, folder: Path, saved: Path) -> Path | None:
     """Loads the newest sound checkpoint and returns it; what is wrong with newer ones is told, and they are put out of the way
     once one has been loaded."""
     damaged, loaded = [], None
-    for path in trainer.from_first(_newest_first(folder, saved)):
+    for path in trainer.workers.from_first(_newest_first(folder, saved)):
         try:
             trainer.load(path)
         except Damaged as error:
@@ -406,7 +406,7 @@ def _resume(trainer: Trainer, folder: Path, saved: Path) -> Path | None:
         loaded = path
         break
     for path in damaged:
-        trainer.on_first(functools.partial(_put_aside, path), what="checkpoint")
+        trainer.workers.on_first(functools.partial(_put_aside, path), what="checkpoint")
     if trainer.rank == 0 and loaded is not None:
         log.warning(f"resuming after step {trainer.steps}, from {loaded}")
     elif trainer.rank == 0:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
-import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -24,28 +20,27 @@ from torch import Tensor, nn
 
 from nestpipe import checkpoint as saved
 from nestpipe import process, trace
-from nestpipe.arena import Arena
-from nestpipe.batch import Batch, NotFinite, one_list
+from nestpipe.batch import Batch
 from nestpipe.engine.context import StepResult
 from nestpipe.engine.dense import Dense
-from nestpipe.engine.describe import overlap
-from nestpipe.engine.draws import watched
-from nestpipe.engine.engine import Engine
-from nestpipe.engine.evaluation import Judge, judge_all, judge_losses, judge_ranking, lookup, start_anew
+from nestpipe.engine.digest import digest
+from nestpipe.engine.engine import Around
+from nestpipe.engine.evaluation import Evaluation
 from nestpipe.engine.heartbeat import Heartbeat
-from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.mixing import refuse_mixing
-from nestpipe.engine.placing import place_as_saved, place_by_first_batch
+from nestpipe.engine.placing import place_as_saved
 from nestpipe.engine.step import StepOperations, Store
-from nestpipe.engine.tuning import STEPS, Tuning
-from nestpipe.errors import TrainingError, describe, did_you_mean, from_the_users_line
+from nestpipe.engine.training import FitResult, Training
+from nestpipe.errors import did_you_mean
 from nestpipe.exchange.plan import ExchangePlan, place
 from nestpipe.exchange.transport import Transport
-from nestpipe.metrics import NDCG, SEEN_TARGETS, HitRate
+from nestpipe.exchange.workers import Workers
+from nestpipe.schedule.ops import Schedule
 from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore, StoreStats
 from nestpipe.tables import Feature, Table, declarations
+from nestpipe.trace.record import RankTrace
 
 log = logging.getLogger("nestpipe")
 T = TypeVar("T")
@@ -53,8 +48,9 @@ P = ParamSpec("P")
 CLOSED = "it is closed"
 
 
-def _between_steps(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A method for which no batch may be in flight; `what` it does, for errors."""
+def _between_steps(what: str, *, meets: bool = True) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A method for which no batch may be in flight, and which all workers call; `what` it does, for errors.
+    meets: whether workers see first that all of them make this call (a step sees it by itself)."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
@@ -62,8 +58,10 @@ def _between_steps(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             trainer = args[0]
             assert isinstance(trainer, Trainer)
             trainer._must_be_quiet(what)
-            trainer._calls.append(what)
+            trainer._calls.append((what, time.monotonic()))
             try:
+                if meets:
+                    trainer._ops.meet(what)
                 return method(*args, **kwargs)
             finally:
                 trainer._calls.pop()
@@ -73,29 +71,11 @@ def _between_steps(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-@dataclasses.dataclass
-class FitResult:
-    """What a call of `fit` did, the same on every worker."""
+class Sent(NamedTuple):
+    """Bytes of keys, and of rows and their gradients."""
 
-    steps: int
-    samples: int
-    seconds: float
-    first_loss: float
-    last_loss: float
-    skipped: int  # batches left out because something in them was not finite
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
-
-
-class Taken(NamedTuple):
-    """A batch, where in this worker's data it was, and how many had been skipped when it was asked for, and when it came."""
-
-    batch: Batch
-    place: int
-    skipped_before: int
-    skipped: int
+    keys: int
+    rows: int
 
 
 class Trainer:
@@ -126,8 +106,8 @@ class Trainer:
     record: keeps every operation's start and end, for `save_trace`.
     check_freshness: debug mode: carries a version with every row and raises if a batch reads one that is not fresh. Slow.
     seed: of the first values of rows.
-    on_nonfinite: "raise", or "skip": a batch with NaN or infinity in an input (on that worker) or a loss (on all) is left
-        out and counted. No row is updated then; rows of keys that were new have been born. Gradients are not looked at.
+    on_nonfinite: "raise", or "skip": a batch with NaN or infinity in an input (on that worker), or in a loss or a gradient (on
+        all), is left out and counted. No row is updated then; rows of keys that were new have been born.
     data_timeout: seconds without a batch after which a data source counts as dead.
     """
 
@@ -157,84 +137,64 @@ class Trainer:
         process.check_timeout("data_timeout", data_timeout)
         ExchangePlan(tables, features)
         process.join_group(data_timeout)
+        self.model = model
         self.group = dist.group.WORLD if dist.is_initialized() else None
+        self.config: dict[str, Any] | None = None  # what it was made from: goes into checkpoints, as JSON
+        self._run_id: str | None = uuid.uuid4().hex  # goes into checkpoints; one that goes on keeps it
+        self._lr_factor = 1.0
+        self._seed, self._storage = seed, Path(storage)
+        self._saving: list[saved.Background] = []
+        self._calls: list[tuple[str, float]] = []  # of this trainer that are running, the innermost last; since when
         # What is opened here is given up by `close`, when the trainer is dropped, or when this fails.
-        opened = contextlib.ExitStack()
-        self._close = weakref.finalize(self, opened.close)
+        self._opened = contextlib.ExitStack()
+        self._close = weakref.finalize(self, self._opened.close)
         try:
             # Keys, rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
             self._keys, self._rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
-            opened.callback(self._keys.close)
-            opened.callback(self._rows.close)
+            self._opened.callback(self._keys.close)
+            self._opened.callback(self._rows.close)
             self.rank, self.world = self._rows.rank, self._rows.world
-            self.model = model
-            self.steps = 0  # batches so far
-            self.config: dict[str, Any] | None = None  # what it was made from: goes into checkpoints, as JSON
-            self._taken = 0  # batches that this worker has taken from its data, those left out included
-            self._loader: Loader | None = None
-            self._recent: collections.deque[Taken] = collections.deque()  # the last ones that it has taken
-            self._left: tuple[Any, Loader] | None = None  # an iterator, and who has read ahead in it
-            self._stopped = False
-            self._saving: list[saved.Background] = []
-            self._run_id: str | None = uuid.uuid4().hex  # goes into checkpoints; one that goes on keeps it
-            self._lr_factor = 1.0
-            self.skipped = 0  # batches left out so far: inputs of this worker, losses of all
-            self._skip = on_nonfinite == "skip"
-            self._data_timeout = data_timeout
-            self._seed, self._storage = seed, Path(storage)
-            self._names = [feature.name for feature in features]
             refuse_mixing(model, rank=self.rank, world=self.world, micro_batches=micro_batches)
-            dense: list[Dense] = []
-            self._rows.together(lambda: dense.append(Dense(model, dense_optimizer)), what="model and dense_optimizer")
-            (self._dense,) = dense
+            self._dense = self._rows.together(lambda: Dense(model, dense_optimizer), what="model and dense_optimizer")
             options = {"seed": seed, "on_nonfinite": on_nonfinite, "record": record, "check_freshness": check_freshness}
             told = {**declarations(tables, features), **setting.options(), **options, **self._dense.declared()}
             self._rows.compare(told)
             if self.group is not None and self.world > 1:
                 self._dense.connect(self.group)
             plan = ExchangePlan(tables, features, place(tables, features, self.world))
-            self._opened = opened
-            stores = self._open_stores(plan)
             self._ops = StepOperations(
                 plan,
-                stores,
+                self._open_stores(plan),
                 self._keys,
                 self._rows,
                 self._dense,
-                skip_nonfinite=self._skip,
+                skip_nonfinite=on_nonfinite == "skip",
                 check_freshness=check_freshness,
                 try_mixing=micro_batches != 1,
             )
             # With one worker nothing travels, so that it makes no difference who is beside whom.
-            self._setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none")
-            self._record = record
-            self._tuning = Tuning() if setting.is_auto else None  # until it is done
-            self._set_micro_batches(setting.parts)
-            self._arena = Arena()
-            self._told = False  # what travels how: said once, after the first batch has decided it
-            self._torn: str | None = None  # why tables are in between two steps, if they are
-            self._calls: list[str] = []  # of this trainer that are running, the innermost last
+            setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none")
+            skips = on_nonfinite == "skip"
+            self._training = Training(
+                self._ops, setting, record=record, skip_nonfinite=skips, data_timeout=data_timeout
+            )
+            self._evaluation = Evaluation(self._ops, data_timeout=data_timeout)
+            ops = self._ops  # and not this trainer, which could then not be dropped
+            self.workers = Workers(self._rows, lambda: ops.stop_asked)
             if self.world > 1:
-                waiting = (self._keys, self._rows, self._dense)
-                heart = Heartbeat(
-                    self._rows, waiting, self._doing, timeout=process.patience(data_timeout).total_seconds()
-                )
-                opened.callback(heart.close)
+                timeout = process.patience(data_timeout).total_seconds()
+                heart = Heartbeat(self._rows, (self._keys, self._rows, self._dense), self._doing, timeout=timeout)
+                self._opened.callback(heart.close)
         except BaseException:
             self._close()
             raise
-
-    def _set_micro_batches(self, count: int) -> None:
-        self.micro_batches = count
-        self._engine = Engine(self._setting.cut_into(count), self._ops, trace=self._record)
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
 
     def _open_stores(self, plan: ExchangePlan) -> list[Store]:
-        stores: list[Store] = []
-
-        def open_all() -> None:
+        def open_all() -> list[Store]:
+            stores: list[Store] = []
             for table, owners in zip(plan.tables, plan.owners, strict=True):
                 if table.tier == "memory":
                     stores.append(MemoryStore(table, seed=self._seed, owners=owners))
@@ -242,23 +202,16 @@ class Trainer:
                     store = DiskStore(table, seed=self._seed, owners=owners, rank=self.rank, folder=self._storage)
                     self._opened.callback(store.close)
                     stores.append(store)
+            return stores
 
-        self._rows.together(open_all, what="tables")
-        return stores
-
-    def _empty_stores(self) -> None:
-        """As they were at the start."""
-        for store in self._ops.stores:
-            if isinstance(store, DiskStore):
-                store.close()
-        self._ops.use(self._open_stores(self._ops.plan))
+        return self._rows.together(open_all, what="tables")
 
     def close(self) -> None:
         """Deletes the working files of tables on disk, ends threads and connections, after a moment for a checkpoint that
         is under way; the trainer cannot be used after that. A trainer that is dropped, or a program that ends, does the same."""
-        for one in self._saving:
-            one.close()
-        self._torn, self.group = CLOSED, None
+        for background in self._saving:
+            background.close()
+        self._training.torn, self.group = CLOSED, None
         self._dense.close()
         self._close()
 
@@ -268,16 +221,61 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _must_be_quiet(self, what: str) -> None:
+        torn, engine = self._training.torn, self._training.engine
+        if torn == CLOSED:
+            raise ValueError(f"cannot {what}: the trainer is closed; make a new one")
+        if torn is not None:
+            raise ValueError(
+                f"cannot {what}: training ended in the middle of step {self.steps + 1}, and the tables are in between two steps "
+                f"({torn}); load a checkpoint into a new trainer"
+            )
+        if engine.in_flight:
+            raise ValueError(
+                f"cannot {what} while batches are in flight under schedule {engine.schedule.name!r}; do it between "
+                f"calls of fit, or in on_step at the steps of fit(pause_every=N)"
+            )
+
     def _doing(self) -> tuple[str, float] | None:
         """For others that wait for this worker: what it does, and since when; None if it waits as well, or is not asked to do
         anything."""
-        waits = any(place.waiting_since is not None for place in (self._keys, self._rows, self._dense))
-        work = self._engine.longest_work()
+        places = (self._keys, self._rows, self._dense)
+        waits = any(place.waiting_since is not None for place in places)
+        work = self._training.engine.longest_work()
         if work is not None and not (waits and work[0].startswith("on_step")):
             return work
-        return None if waits or not self._calls else (self._calls[-1], time.monotonic())
+        if waits or not self._calls:
+            return None
+        call, since = self._calls[-1]
+        return call, max(since, *(place.waited_until for place in places))
 
     # -- training ----------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Batches that have been trained on so far."""
+        return self._training.steps
+
+    @property
+    def skipped(self) -> int:
+        """Batches left out so far because something in them was not finite: inputs of this worker, losses of all."""
+        return self._training.skipped
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs when, as plain values."""
+        return self._training.engine.schedule
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many a batch is cut now."""
+        return self.schedule.micro_batches
+
+    @property
+    def position(self) -> int:
+        """How many batches this worker has taken from its data, those left out because of NaN or infinity included: where a run
+        that goes on from a checkpoint has to go on reading."""
+        return self._training.position
 
     @_between_steps("train")
     def fit(
@@ -292,7 +290,8 @@ class Trainer:
         those that run out early go on serving rows, and all return together. Batches are read ahead, in a thread: a source
         must not write into tensors that it has given away, and draws its random numbers from a generator of its own.
 
-        on_step: called after every step, on every worker.
+        on_step: called after every step, on every worker. If it raises on one of them, all stop, at most as many steps later as
+            the schedule works ahead, with nothing half done.
         pause_every: every so many steps (counted from the trainer's first) the pipeline runs empty before on_step is
             called, so that it may evaluate or save; with a schedule that looks ahead it may not do so at other steps. Several
             numbers: at the multiples of each.
@@ -300,109 +299,18 @@ class Trainer:
         pauses = [pause_every] if isinstance(pause_every, int) else list(pause_every or ())
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
-        self._rows.compare({"fit(steps)": steps, "fit(pause_every)": pauses, "steps done before": self.steps})
-        left, self._left = self._left, None
-        loader = Loader(
-            watched(batches, tell=log.warning if self.rank == 0 else log.debug),
-            self._names,
-            skip_nonfinite=self._skip,
-            timeout=self._data_timeout,
-            limit=steps,
-            after=left[1] if left is not None and left[0] is batches else None,
-            stop_asked=lambda: self._ops.stop_asked or self._ops.has_quit,
-        )
-        self._loader, self._stopped = loader, False
-        self._ops.has_quit = self._ops.quitting = False
-        started, begin, samples, skipped = time.perf_counter(), self.steps, 0, 0
-        first = last = float("nan")
-        problem: BaseException | None = None  # of the user's on_step
+        rates = {"row learning rates, of what was declared": self._lr_factor, **self._dense.learning_rates()}
+        asked = {"fit(steps)": steps, "fit(pause_every)": pauses, "steps done before": self.steps}
+        self._rows.compare({**asked, **rates})
+        return self._training.fit(batches, steps=steps, on_step=on_step, pauses=pauses)
 
-        def count(result: StepResult) -> None:
-            nonlocal samples, skipped, first, last, problem
-            samples += result.samples
-            skipped += result.skipped
-            if result.weight and not result.skipped:
-                first, last = (result.loss if np.isnan(first) else first), result.loss
-            if on_step is None or self._ops.quitting:  # then it is called on no worker any more
-                return
-            try:
-                on_step(result)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                # All workers hear of it and stop after the same step, with nothing half done.
-                problem, self._ops.has_quit = error, True
+    @_between_steps("train", meets=False)
+    def step(self, batch: Batch | None) -> StepResult | None:
+        """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did.
 
-        def interrupted() -> None:
-            log.warning("Ctrl-C: training stops after the batches under way; press it again to stop at once")
-            self.stop()
-
-        try:
-            with process.first_interrupt(interrupted) as asked:
-                while steps is None or self.steps < begin + steps:
-                    stop = sys.maxsize if steps is None else begin + steps
-                    for every in pauses:
-                        stop = min(stop, self.steps - self.steps % every + every)
-                    if self._tuning is not None:
-                        stop = min(stop, self.steps + STEPS)
-                        self._tuning.begin()
-                    self._run(self._take, stop, count, abandon=loader.stop)
-                    if self._engine.untrained:
-                        self._give_back(self._engine.untrained)
-                    if self._rows.any(problem is not None):
-                        break
-                    self._stopped = self._engine.stopped
-                    if self._tuning is not None and not self._stopped:
-                        self._tune(self._tuning)
-                    if self.steps < stop or self.stopped:
-                        break  # out of data, or asked to
-        finally:
-            loader.close()
-            self._taken, self._loader = self.position, None
-            # Who goes on with the same iterator gets what was read ahead and not trained on.
-            self._left = (batches, loader) if isinstance(batches, Iterator) else None
-            self._recent.clear()
-            self.skipped += loader.skipped
-            if self.stopped or asked.is_set():
-                self._ops.stop_asked = False  # it has been heard: training may go on with another call
-        failure = None
-        try:
-            self._rows.raise_together(problem, what=f"on_step, after step {self.steps}")
-        except TrainingError as error:
-            failure = from_the_users_line(problem or error)
-        if failure is not None:
-            raise failure
-        if asked.is_set():
-            raise KeyboardInterrupt(f"training has stopped after step {self.steps}; it can go on from there")
-        seconds = time.perf_counter() - started
-        skipped += int(self._rows.sum(np.array([loader.skipped]))[0])
-        if self.steps == begin and steps != 0 and self.rank == 0:
-            log.warning("fit has trained nothing: no worker had a batch")
-        return FitResult(self.steps - begin, samples, seconds, first, last, skipped)
-
-    def _take(self) -> Batch | None:
-        assert self._loader is not None
-        place, skipped = self.position, self._loader.skipped
-        batch = self._loader.next()
-        if batch is not None:
-            self._taken += 1
-            self._recent.append(Taken(batch, place, skipped, self._loader.skipped))
-            while len(self._recent) > self._engine.schedule.look_ahead + 2:
-                self._recent.popleft()
-        return batch
-
-    def _give_back(self, count: int) -> None:
-        """The last `count` batches have been taken and not trained on: who goes on gets them again."""
-        assert self._loader is not None
-        taken = list(self._recent)[-count:]
-        self._loader.take_back([(entry.batch, entry.skipped) for entry in taken], taken[0].skipped_before)
-        self._taken = taken[0].place - taken[0].skipped_before
-
-    @property
-    def position(self) -> int:
-        """How many batches this worker has taken from its data, those left out because of NaN or infinity included: where a run
-        that goes on from a checkpoint has to go on reading."""
-        return self._taken + (0 if self._loader is None else self._loader.skipped)
+        Nothing can be looked up ahead here: `fit` is what hides data movement.
+        """
+        return self._training.step(batch)
 
     def stop(self) -> None:
         """Asks `fit` to return: all workers do so after the same step, within a few. For signal handlers and other threads."""
@@ -416,98 +324,7 @@ class Trainer:
     @property
     def stopped(self) -> bool:
         """Whether `fit` has returned because a worker was asked to stop."""
-        return self._stopped
-
-    def _tune(self, tuning: Tuning) -> None:
-        """After a run of steps: tries another number of micro-batches, or fixes it."""
-        tuning.next(self._rows)
-        if tuning.micro_batches != self.micro_batches:
-            self._set_micro_batches(tuning.micro_batches)
-        if tuning.done:
-            self._tuning = None
-            if self.rank == 0:
-                process.tell(tuning)
-
-    @_between_steps("train")
-    def step(self, batch: Batch | None) -> StepResult | None:
-        """One step of your own loop. Every worker calls it; one without data passes None. Returns None once all did.
-
-        Nothing can be looked up ahead here: `fit` is what hides data movement.
-        """
-        if self._tuning is not None:
-            raise ValueError(
-                "micro_batches='auto' is measured by fit; give a number to a trainer whose loop is your own"
-            )
-        results: list[StepResult] = []
-        self._taken += batch is not None
-
-        def read() -> Batch | None:
-            if batch is None:
-                return None
-            try:
-                return checked(batch, self._names)
-            except NotFinite:
-                if not self._skip:
-                    raise
-                self.skipped += 1
-                return Batch.empty(self._names)
-
-        self._run(read, self.steps + 1, results.append)
-        return results[0] if results else None
-
-    def _run(
-        self,
-        read: Callable[[], Batch | None],
-        stop: int,
-        on_step: Callable[[StepResult], None],
-        *,
-        abandon: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Trains up to step `stop` (exclusive), or until no worker has data."""
-        if self._ops.plan.unplaced:
-            read = place_by_first_batch(self._ops, read)
-
-        def finished(result: StepResult) -> None:
-            self.steps += 1
-            self.skipped += result.skipped
-            if self._tuning is not None:
-                self._tuning.tick(result, self.world)
-            elif not self._told:
-                self._told = True
-                if self.rank == 0:
-                    for line in self.describe():
-                        process.tell(line)
-            on_step(result)
-
-        if not self.model.training:  # modules that the user has put into eval mode inside a model that trains stay so
-            self.model.train()
-        try:
-            self._engine.run(read, first=self.steps, last=stop, on_step=finished, abandon=abandon)
-        except BaseException as error:
-            self._torn = self._engine.between(self.steps)
-            if isinstance(error, TrainingError):  # which all have: so they can tell each other
-                causes = self._rows.gather_objects(self._torn)
-                self._torn = next(
-                    (f"rank {rank}: {text}" for rank, text in enumerate(causes) if text is not None), None
-                )
-                from_the_users_line(error)
-            elif self.world > 1:
-                self._torn = f"this worker left alone ({describe(error)}), and the others are elsewhere"
-            raise
-
-    def _must_be_quiet(self, what: str) -> None:
-        if self._torn == CLOSED:
-            raise ValueError(f"cannot {what}: the trainer is closed; make a new one")
-        if self._torn is not None:
-            raise ValueError(
-                f"cannot {what}: training ended in the middle of step {self.steps + 1}, and the tables are in between two steps "
-                f"({self._torn}); load a checkpoint into a new trainer"
-            )
-        if self._engine.in_flight:
-            raise ValueError(
-                f"cannot {what} while batches are in flight under schedule {self._engine.schedule.name!r}; do it between "
-                f"calls of fit, or in on_step at the steps of fit(pause_every=N)"
-            )
+        return self._training.stopped
 
     def scale_lr(self, factor: float) -> None:
         """Sets all learning rates, of rows and of the dense optimizer, to `factor` times what was declared."""
@@ -517,7 +334,7 @@ class Trainer:
         self._dense.scale_lr(factor)
 
     def _scale_row_lr(self, factor: float) -> None:
-        for store in self._ops.stores:
+        for store in self.stores:
             store.lr = store.table.optimizer.lr * factor
         self._lr_factor = factor
 
@@ -531,13 +348,7 @@ class Trainer:
         `update(predictions, labels)`, `compute(group=...)` and `reset()`. They are reset first: what they were fed before
         does not count. One without `reset()` is taken once.
         """
-        self._rows.compare({f"metric {name!r}": type(metric).__name__ for name, metric in metrics.items()})
-        self._rows.together(lambda: start_anew(metrics), what="metrics")
-        judged, totals = judge_losses(self.model, metrics)
-        self._judge(batches, judged)
-        loss, weight = self._rows.sum(totals).tolist()
-        results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
-        return {"loss": loss / weight if weight else float("nan"), **results}
+        return self._evaluation.losses(batches, metrics, self.group)
 
     @_between_steps("evaluate")
     def evaluate_ranking(
@@ -560,33 +371,17 @@ class Trainer:
         seen_targets: what becomes of a target that is among them: "rank": it is ranked all the same; "miss": it is left out
             too, and counts as not found (as in the public code of HSTU); "skip": its sample does not count.
         """
-        if seen_targets not in SEEN_TARGETS:
-            raise ValueError(f"seen_targets {seen_targets!r}, {did_you_mean(str(seen_targets), SEEN_TARGETS)}")
-        if seen_targets == "miss" and not exclude_seen:
-            raise ValueError("seen_targets='miss' is for targets that exclude_seen leaves out; set exclude_seen=True")
-        if exclude_seen and history not in self._names:
-            raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
-        metrics: dict[str, Any] = {}
-        for k in ks:
-            metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
-        rows = self.rows(table, candidates)
-        judged, counts = judge_ranking(
-            self.model,
-            metrics,
-            rows,
-            candidates,
+        self._check_table(table)
+        return self._evaluation.ranking(
+            batches,
+            table=table,
+            candidates=candidates,
+            ks=ks,
             history=history,
             exclude_seen=exclude_seen,
             seen_targets=seen_targets,
+            group=self.group,
         )
-        self._judge(batches, judged)
-        ranked, seen = self._rows.sum(counts).tolist()
-        results = {name: metric.compute(group=self.group) for name, metric in metrics.items()}
-        return {**results, "targets": ranked, "seen_targets": seen}
-
-    def _judge(self, batches: Iterable[Batch], judge: Judge) -> None:
-        loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
-        judge_all(self._ops, self._arena, self.model, loader, judge)
 
     @_between_steps("read rows")
     def rows(self, table: str, keys: Tensor | np.ndarray | Sequence[int]) -> Tensor:
@@ -595,26 +390,20 @@ class Trainer:
         A key without a row gives the values it would be born with.
         keys: int64, in a tensor, a NumPy array or a list.
         """
-        (store,) = self._stores(table)
-        declared = dataclasses.replace(store.table, pooled_at="source")
-        plan = ExchangePlan([declared], [Feature("keys", table)], [store.owners])
-        ops = StepOperations(plan, [store], self._keys, self._rows, self._dense, skip_nonfinite=False)
-        batch, error = None, None
-        try:
-            batch = checked(Batch({"keys": one_list(keys)}), ["keys"])
-        except Exception as problem:
-            error = problem
-        ctx = lookup(ops, self._arena, batch, error)
-        assert ctx is not None
-        return ops.inputs(ctx, 0, train=False)[1]["keys"].values
+        self._check_table(table)
+        return self._evaluation.rows(table, keys)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def _stores(self, table: str | None = None) -> list[Store]:
-        stores = [store for store in self._ops.stores if table is None or store.table.name == table]
-        if table is not None and not stores:
-            raise ValueError(f"table {table!r}, {did_you_mean(str(table), [s.table.name for s in self._ops.stores])}")
-        return stores
+    @property
+    def stores(self) -> list[Store]:
+        """This worker's part of every table, in their order: for tools; changes with the program's insides."""
+        return self._ops.stores
+
+    def _check_table(self, name: str) -> None:
+        names = [store.table.name for store in self.stores]
+        if name not in names:
+            raise ValueError(f"table {name!r}, {did_you_mean(str(name), names)}")
 
     @_between_steps("save")
     def save(self, path: str | Path) -> None:
@@ -632,7 +421,7 @@ class Trainer:
         if keep < 1 or full_every < 1:
             raise ValueError(f"keep and full_every must be at least 1, got {keep} and {full_every}")
         if full_every > 1:
-            for store in self._stores():
+            for store in self.stores:
                 store.track_changes()
         made = saved.Background(
             Path(folder),
@@ -659,8 +448,8 @@ class Trainer:
     def _content(self, base: saved.Base | None = None) -> saved.Content:
         # How a table travels decides the order of sums, so a run that goes on must not decide anew.
         plan = self._ops.plan
-        names = [store.table.name for store in self._stores()]
-        measured = self.micro_batches if self._setting.is_auto and self._tuning is None else None
+        names = [store.table.name for store in self.stores]
+        measured = self.micro_batches if self._training.setting.is_auto and self._training.tuning is None else None
         settings = {
             "lr_factor": self._lr_factor,
             "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
@@ -669,50 +458,43 @@ class Trainer:
             "run": self._run_id,
             "owners": {name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
         }
-        return saved.Content(self._stores(), self._dense, self.steps, self.position, settings, base)
+        return saved.Content(self.stores, self._dense, self.steps, self.position, settings, base)
 
     def load(self, path: str | Path, *, tables: Sequence[str] | None = None) -> None:
         """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet.
 
         tables: only these of the checkpoint, into the tables of the same names; the others start anew.
         """
-        if self._torn == CLOSED:
+        training = self._training
+        if training.torn == CLOSED:
             self._must_be_quiet("load")
-        used = self.steps > 0 or self._torn is not None or not all(store.is_empty for store in self._stores())
-        if self._rows.any(used):
-            raise ValueError(
-                f"load into a trainer that has not trained yet; this one has done {self.steps} steps"
-                + ("" if self.steps else " and failed in its first: it has looked up keys. Make a new one")
-            )
-        self._calls.append("load")
+        self._calls.append(("load", time.monotonic()))
         try:
-            loaded = saved.load(
-                Path(path),
-                self._stores(),
-                self._dense,
-                self._rows,
-                tables=tables,
-                place=lambda table, owners: place_as_saved(self._ops, table, owners),
-            )
-        except BaseException:
-            self._empty_stores()  # all or nothing
-            raise
+            self._ops.meet("load")
+            self._rows.compare({"load(tables)": None if tables is None else sorted(tables)})
+            used = self.steps > 0 or training.torn is not None or not all(store.is_empty for store in self.stores)
+            if self._rows.any(used):
+                raise ValueError(
+                    f"load into a trainer that has not trained yet; this one has done {self.steps} steps"
+                    + ("" if self.steps else " and failed in its first: it has looked up keys. Make a new one")
+                )
+            loaded = self._load_rows(Path(path), tables)
         finally:
             self._calls.pop()
-        self.steps, settings = loaded.step, loaded.settings
+        settings = loaded.settings
         if tables is None:
             self._run_id = settings.get("run")
         # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
         same = len(loaded.positions) == self.world
-        self._taken = loaded.positions[self.rank] if same else sum(loaded.positions) // self.world
+        training.start_at(loaded.step, loaded.positions[self.rank] if same else sum(loaded.positions) // self.world)
         if loaded.torch_rng is not None:
             saved.set_torch_rng(loaded.torch_rng)
         # Those of the dense optimizer have come with it: a scheduler of the user's own may have set them.
         self._scale_row_lr(settings["lr_factor"])
-        if self._tuning is not None and settings.get("micro_batches"):  # measured before
-            self._tuning = None
-            self._set_micro_batches(settings["micro_batches"])
-            if self.rank == 0:
+        if training.tuning is not None and settings.get("micro_batches"):  # measured before
+            training.tuning = None
+            training.cut_into(settings["micro_batches"])
+            if self.workers.is_first:
                 process.tell(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
         plan = self._ops.plan
         for k in plan.undecided:
@@ -721,59 +503,75 @@ class Trainer:
             if len(settings["owners"].get(name) or ()) != 1 or len(plan.owners[k]) == 1:
                 plan.resume(k, settings["pooled_at_owner"].get(name))
 
+    def _load_rows(self, path: Path, tables: Sequence[str] | None) -> saved.Loaded:
+        """All or nothing: after a failure tables, and who owns them, are as they were."""
+        decisions = self._ops.plan.decisions()
+        try:
+            return saved.load(
+                path,
+                self.stores,
+                self._dense,
+                self._rows,
+                tables=tables,
+                place=lambda table, owners: place_as_saved(self._ops, table, owners),
+            )
+        except BaseException:
+            tracked = [store.tracks_changes for store in self.stores]
+            for store in self.stores:
+                if isinstance(store, DiskStore):
+                    store.close()
+            self._ops.plan.put_back(decisions)
+            self._ops.use(self._open_stores(self._ops.plan))
+            self._scale_row_lr(self._lr_factor)
+            for store in (store for store, was in zip(self.stores, tracked, strict=True) if was):
+                store.track_changes()
+            raise
+
     @_between_steps("compute the digest")
     def digest(self) -> str:
         """A hash over every table's (key, row, optimizer state) and the model's weights.
 
         The same for any order of rows and any number of workers that hold the same bits.
         """
-        sums = np.array([store.digest() for store in self._stores()], np.uint64)
-        sums = self._rows.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
-        total = hashlib.blake2b(digest_size=16)
-        for store, (a, b) in sorted(zip(self._stores(), sums.tolist(), strict=True), key=lambda one: one[0].table.name):
-            total.update(f"{store.table.name} {a:016x} {b:016x};".encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            if not isinstance(tensor, Tensor):  # get_extra_state
-                total.update(f"{name} {json.dumps(tensor, sort_keys=True)};".encode())
-                continue
-            total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
-
-    def on_first(self, work: Callable[[], object], *, what: str) -> None:
-        """Done by the first worker while the others wait; what goes wrong is raised on all."""
-        self._rows.together(work if self.rank == 0 else None, what=what)
-
-    def wait_for(self, work: Callable[[], T], *, what: str, limit: float) -> T:
-        """Does what may take longer than workers wait for each other, at most `limit` seconds; returns when all have done it.
-        Raises errors.Stopped on all of them if one is asked to stop meanwhile."""
-        return self._rows.patiently(work, what=what, limit=limit, stop_asked=lambda: self.stop_asked)
-
-    def anywhere(self, flag: bool) -> bool:
-        """Whether it is so on one of the workers; all of them call it."""
-        return self._rows.any(flag)
-
-    def from_first(self, value: Any) -> Any:
-        """The first worker's value, on every worker."""
-        return self._rows.gather_objects(value)[0]
+        return digest(self.stores, self.model, self._rows)
 
     @_between_steps("read the sizes of tables")
     def table_stats(self) -> dict[str, StoreStats]:
         """Rows and bytes of every table, summed over workers."""
-        sums = self._rows.sum(np.array([store.stats() for store in self._stores()], np.int64))
-        return {store.table.name: StoreStats(*row) for store, row in zip(self._stores(), sums.tolist(), strict=True)}
+        sums = self._rows.sum(np.array([store.stats() for store in self.stores], np.int64))
+        return {store.table.name: StoreStats(*row) for store, row in zip(self.stores, sums.tolist(), strict=True)}
+
+    @property
+    def sent(self) -> Sent:
+        """Bytes that this worker has sent to others so far."""
+        return Sent(self._keys.bytes_sent, self._rows.bytes_sent)
 
     @_between_steps("count bytes")
     def bytes_sent(self) -> int:
         """Bytes of keys, rows and gradients that all workers together have sent to others so far."""
-        return int(self._rows.sum(np.array([self._keys.bytes_sent + self._rows.bytes_sent]))[0])
+        return int(self._rows.sum(np.array([sum(self.sent)]))[0])
+
+    # -- what ran when -----------------------------------------------------------------------------------------------
+
+    @property
+    def around(self) -> Around | None:
+        """Called in place of every operation of a step, with its task and the operation itself: to delay it, to measure it, to
+        make it fail. None: nothing is."""
+        return self._training.around
+
+    @around.setter
+    def around(self, around: Around | None) -> None:
+        self._training.around = around
+
+    def recorded(self, *, clear: bool = False) -> RankTrace:
+        """What ran when on this worker, of a trainer made with record=True; with micro_batches="auto", since the number was
+        fixed. clear: forgets it."""
+        return self._training.engine.recorded(rank=self.rank, world=self.world, clear=clear)
 
     def save_trace(self, folder: str | Path) -> None:
-        """Writes this worker's recorded operations to the folder of a run, for `nestpipe trace`. With micro_batches="auto",
-        those since the number was fixed."""
-        trace.save(Path(folder), self._engine.recorded(rank=self.rank, world=self.world))
+        """Writes this worker's recorded operations to the folder of a run, for `nestpipe trace`."""
+        trace.save(Path(folder), self.recorded())
 
     def describe(self) -> list[str]:
         """What travels how, and what is overlapped, per table and stage: one line each."""
-        lines = overlap(self._engine.setting, self._ops.stores, self._dense.device)
-        return [*self._ops.plan.describe(), *lines, *process.describe()]
+        return self._training.describe()

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 120.0
+from tests.waiting import PATIENCE
 
 
 class Failed(AssertionError):
@@ -62,11 +62,9 @@ class Cluster:
             theirs.close()
             self._workers.append((process, ours))
 
-    def outcomes(
-        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
-    ) -> list[tuple[str, Any]]:
-        """("ok", result) or ("failed", (error type, message, traceback)) of every rank; ("hung", None) if a rank says
-        nothing within `timeout` seconds, ("died", exit code) if it is gone."""
+    def outcomes(self, world: int, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
+        """("ok", result) or ("failed", (error type, message, traceback)) of every rank; ("hung", None) if no rank says
+        anything for PATIENCE seconds, less than a lost worker is waited for; ("died", exit code) if it is gone."""
         self._grow(world)
         self._runs += 1
         store = Path(self._folder.name) / f"store-{self._runs}"
@@ -75,7 +73,7 @@ class Cluster:
         results: list[Any] = [("hung", None)] * world
         waiting = {self._workers[rank][1]: rank for rank in range(world)}
         while waiting:
-            ready = wait(list(waiting), timeout)
+            ready = wait(list(waiting), PATIENCE)
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:

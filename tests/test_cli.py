@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nestpipe.checkpoint import complete
 from nestpipe.cli import main
+from tests.waiting import PATIENCE, is_alive, until
 
 CLICKS = """
 [data]
@@ -42,7 +43,6 @@ lr = 0.1
 batch_size = 32
 steps = 12
 """
-PATIENCE = 180.0  # seconds in which every worker must have left; far more than it takes with other tests beside
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = PATIENCE) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -300,24 +300,17 @@ def children(parent: int) -> list[int]:
     return sorted(found)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds workers in /proc")
 @pytest.mark.parametrize("schedule", ["serial", "dbp"])
 def test_all_workers_leave_when_one_is_killed(clicks: Path, tmp_path: Path, schedule: str) -> None:
     out = tmp_path / "run"
-    options = ("--schedule", schedule, "--out", out, "--set", "train.steps=100000000")
+    options = ("--schedule", schedule, "--out", out, "--set", "train.steps=100000000",
+               "--set", "train.checkpoint_every=20")  # fmt: skip
     process = start("train", clicks, "--workers", "2", *options)
     try:
-        deadline = time.monotonic() + PATIENCE
-        while not list(out.glob("tensorboard/*")) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(0.5)  # into the steps
+        until(
+            lambda: complete(out / "checkpoints") or process.poll() is not None, "the run is in the middle of its steps"
+        )
         workers = children(process.pid)
         assert len(workers) == 2, workers
         os.kill(workers[-1], signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +21,7 @@ from nestpipe.metrics import AUC, NormalizedEntropy
 from nestpipe.models import DLRM
 from nestpipe.optim import RowOptimizer
 from tests.cluster import Cluster
+from tests.waiting import PATIENCE
 
 NUM_KEYS, DIM = 50, 4
 FEATURES = [Feature("list", "item"), Feature("bag", "tag", "mean")]
@@ -284,7 +285,7 @@ def keys_with_rows(options: dict[str, Any]) -> tuple[list[int], dict[str, np.nda
     for step in range(12):
         samples = range(9 * step + trainer.rank, 9 * step + 9, trainer.world)
         trainer.step(batch_of(samples))
-    keys = trainer._rows.gather_objects([store.items()[0].tolist() for store in trainer._stores()])
+    keys = trainer._rows.gather_objects([store.items()[0].tolist() for store in trainer.stores])
     owned = [[key for rank in keys for key in rank[table]] for table in range(2)]
     assert all(len(set(one)) == len(one) for one in owned)
     stats = trainer.table_stats()["item"]
@@ -408,8 +409,11 @@ def raising() -> Batch:
     raise OSError("the disk is gone")
 
 
+OVER = threading.Event()  # set when fit has returned
+
+
 def hanging() -> Batch:
-    time.sleep(60)
+    OVER.wait(PATIENCE)
     raise AssertionError
 
 
@@ -446,12 +450,13 @@ BAD_BATCHES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "not a Batch": (lambda: {"list": [1]}, ["dict", "nestpipe.Batch"]),
     "data that raises": (raising, ["OSError", "the disk is gone"]),
     "data that leaves": (lambda: sys.exit(0), ["SystemExit"]),
-    "data that hangs": (hanging, ["no batch for 1 s", "data_timeout"]),
+    "data that hangs": (hanging, ["no batch for 2 s", "data_timeout"]),
 }
 
 
 def fit_bad_batch(name: str) -> None:
-    trainer = make_trainer(data_timeout=1.0)
+    OVER.clear()
+    trainer = make_trainer(data_timeout=2.0 if name == "data that hangs" else 300.0)
 
     def batches() -> Iterator[Any]:
         for step in range(5):
@@ -459,7 +464,10 @@ def fit_bad_batch(name: str) -> None:
                 yield BAD_BATCHES[name][0]()
             yield batch_of(range(5))
 
-    trainer.fit(batches())
+    try:
+        trainer.fit(batches())
+    finally:
+        OVER.set()
 
 
 def assert_all_leave(outcomes: list[tuple[str, Any]], *fragments: str) -> None:
@@ -472,12 +480,9 @@ def assert_all_leave(outcomes: list[tuple[str, Any]], *fragments: str) -> None:
     assert len({value[1] for _, value in outcomes}) == 1, "ranks do not say the same"
 
 
-SOON = 20.0  # seconds; far above what it takes, far below the 300 that a lost worker would
-
-
 @pytest.mark.parametrize("name", BAD_BATCHES)
 def test_a_bad_batch_on_one_rank_ends_every_rank_with_its_cause(cluster: Cluster, name: str) -> None:
-    outcomes = cluster.outcomes(2, fit_bad_batch, name, timeout=SOON)
+    outcomes = cluster.outcomes(2, fit_bad_batch, name)
     assert_all_leave(outcomes, "rank 1, batch 2: ", *BAD_BATCHES[name][1])
     assert "rank 0" not in outcomes[0][1][1]
 
@@ -490,7 +495,7 @@ def step_bad_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["float keys", "NaN in a dense input", "not a Batch", "keys that are no Jagged"])
 def test_a_bad_batch_given_to_step_ends_every_rank_too(cluster: Cluster, name: str) -> None:
-    outcomes = cluster.outcomes(2, step_bad_batch, name, timeout=SOON)
+    outcomes = cluster.outcomes(2, step_bad_batch, name)
     assert_all_leave(outcomes, "rank 1, batch 1: ", *BAD_BATCHES[name][1])
 
 
@@ -536,11 +541,11 @@ def fit_broken(how: str, micro_batches: int) -> None:
     ],
 )
 def test_a_forward_that_fails_on_one_rank_ends_every_rank(cluster: Cluster, how: str, fragments: list[str]) -> None:
-    assert_all_leave(cluster.outcomes(2, fit_broken, how, 1, timeout=SOON), "rank 1, batch 1: ", *fragments)
+    assert_all_leave(cluster.outcomes(2, fit_broken, how, 1), "rank 1, batch 1: ", *fragments)
 
 
 def test_a_forward_that_fails_in_a_later_micro_batch_ends_every_rank(cluster: Cluster) -> None:
-    assert_all_leave(cluster.outcomes(2, fit_broken, "error", 2, timeout=SOON), "rank 1, batch 0: ", "out of order")
+    assert_all_leave(cluster.outcomes(2, fit_broken, "error", 2), "rank 1, batch 0: ", "out of order")
 
 
 def fit_label(label: float) -> None:
@@ -555,7 +560,7 @@ def fit_label(label: float) -> None:
 
 @pytest.mark.parametrize("label", [-1.0, 2.0])
 def test_a_label_outside_its_range_ends_every_rank(cluster: Cluster, label: float) -> None:
-    outcomes = cluster.outcomes(2, fit_label, label, timeout=SOON)
+    outcomes = cluster.outcomes(2, fit_label, label)
     assert_all_leave(outcomes, "rank 1, batch 2: ", f"label {label} of sample 3", "outside [0, 1]")
 
 
@@ -565,7 +570,7 @@ def ask_for_rows(keys: Tensor) -> None:
 
 
 def test_rows_of_float_keys_are_refused_on_every_rank(cluster: Cluster) -> None:
-    assert_all_leave(cluster.outcomes(2, ask_for_rows, torch.rand(3), timeout=SOON), "rank 1", "int64")
+    assert_all_leave(cluster.outcomes(2, ask_for_rows, torch.rand(3)), "rank 1", "int64")
 
 
 @pytest.mark.parametrize(
@@ -741,9 +746,9 @@ def evaluate_badly(what: str) -> None:
 
 
 def test_evaluation_that_fails_on_one_rank_ends_every_rank(cluster: Cluster) -> None:
-    outcomes = cluster.outcomes(2, evaluate_badly, "forward", timeout=SOON)
+    outcomes = cluster.outcomes(2, evaluate_badly, "forward")
     assert_all_leave(outcomes, "rank 1, batch 1: ", "out of order")
-    outcomes = cluster.outcomes(2, evaluate_badly, "data", timeout=SOON)
+    outcomes = cluster.outcomes(2, evaluate_badly, "data")
     assert_all_leave(outcomes, "rank 1, batch 2: ", "dense input 'dense' holds nan")
 
 

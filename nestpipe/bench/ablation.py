@@ -31,9 +31,9 @@ from nestpipe.bench.links import links, throughput
 from nestpipe.bench.mix import PAPER, Mix, mix_contestants
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
-from nestpipe.engine.engine import Engine
 from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Section, Table, shown, shown_list
+from nestpipe.trainer import Trainer
 
 # -- what is measured, as data -----------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def _measure_links(size: Limited) -> dict[str, Any]:
         alone = in_memory(Setting("serial"), EmulatedModel(dim=DIM), pool).block(size.steps)
         wanted = size.compute * alone["communication"] / 1e3
         emulate = partial(pad, seconds_per_token=wanted / (samples * size.length))
-        models: list[tuple[str, Callable[[], nn.Module], Callable[[Engine], None] | None]]
+        models: list[tuple[str, Callable[[], nn.Module], Callable[[Trainer], None] | None]]
         models = [(emulated.LABEL, partial(EmulatedModel, dim=DIM), emulate)]
         if real:
             layers = layers_for(wanted * 1e3, pool, steps=size.steps // 2)

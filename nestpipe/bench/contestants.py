@@ -18,7 +18,6 @@ from nestpipe.bench.emulated import EmulatedModel
 from nestpipe.bench.figures import largest
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
-from nestpipe.engine.engine import Engine
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.schedule.setting import Setting
 from nestpipe.tables import Feature, Table
@@ -92,7 +91,7 @@ class Contestant:
 
     def recorded(self) -> RankTrace:
         """What ran since the last call."""
-        return self.trainer._engine.recorded(rank=self.trainer.rank, world=self.trainer.world, clear=True)
+        return self.trainer.recorded(clear=True)
 
     def figures(self, trace: RankTrace) -> Figures:
         return figures(trace)
@@ -110,14 +109,14 @@ def in_memory(
     setting: Setting,
     model: nn.Module,
     pool: Sequence[Batch],
-    prepare: Callable[[Engine], None] | None = None,
+    prepare: Callable[[Trainer], None] | None = None,
     *,
     dim: int = DIM,
     warm_up: int = POOL,
 ) -> Contestant:
     """One over a table of histories in memory, that takes the batches of a pool in turn.
 
-    prepare: called with the engine before the first step; see emulated.py.
+    prepare: called with the trainer before the first step; see emulated.py.
     """
 
     def make() -> Trainer:
@@ -130,7 +129,7 @@ def in_memory(
             record=True,
         )
         if prepare is not None:
-            prepare(trainer._engine)
+            prepare(trainer)
         return trainer
 
     return Contestant(setting, make, lambda steps: itertools.islice(itertools.cycle(pool), steps), warm_up=warm_up)

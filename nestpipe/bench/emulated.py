@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
-from nestpipe.engine.engine import Engine
 from nestpipe.schedule.ops import BWD, EMB, FWD, GRAD, Task
+from nestpipe.trainer import Trainer
 
 LABEL = "emulated accelerator"
 FORWARD = 1 / 3  # of the compute; backward is the rest
@@ -43,28 +43,28 @@ class EmulatedModel(nn.Module):
 
 
 def pad(
-    engine: Engine,
+    trainer: Trainer,
     seconds: Mapping[str, float] | None = None,
     *,
     seconds_per_token: float = 0.0,
     seconds_per_byte: float = 0.0,
 ) -> None:
-    """Makes operations of an engine last.
+    """Makes operations of a trainer last.
 
     seconds: of the operations named, at least.
     seconds_per_token: of FWD and BWD together, at least, for each token of the micro-batch; the model is an EmulatedModel.
     seconds_per_byte: of EMB and GRAD, for each byte that this worker sends in them, on top of the exchange itself: the
         time of an emulated link starts when the last worker has come to it.
     """
-    rows, model = engine.ops.rows, engine.ops.dense_part.model
+    model = trainer.model
     tokens: dict[int, int] = {}  # of micro-batches between FWD and BWD
 
     def around(task: Task, work: Callable[[], None]) -> None:
         name, _, part = task.op
-        begin, sent = time.perf_counter(), rows.bytes_sent
+        begin, sent = time.perf_counter(), trainer.sent.rows
         work()
         if name in (EMB, GRAD):
-            time.sleep((rows.bytes_sent - sent) * seconds_per_byte)
+            time.sleep((trainer.sent.rows - sent) * seconds_per_byte)
         elif name == FWD and seconds_per_token:
             assert isinstance(model, EmulatedModel)
             tokens[part] = model.tokens
@@ -74,7 +74,7 @@ def pad(
         elif seconds is not None and name in seconds:
             sleep_until(begin + seconds[name])
 
-    engine.around = around
+    trainer.around = around
 
 
 def sleep_until(deadline: float) -> None:

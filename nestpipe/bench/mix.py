@@ -86,14 +86,13 @@ def mix_contestants(
     }
     per_token = size.step * size.compute / (size.samples * size.length)
     for one in contestants:
-        pad(one.trainer._engine, seconds, seconds_per_token=per_token, seconds_per_byte=seconds_per_byte)
+        pad(one.trainer, seconds, seconds_per_token=per_token, seconds_per_byte=seconds_per_byte)
         one.recorded()  # forgets what ran before that
     return contestants, seconds_per_byte
 
 
 def _bytes_sent(contestant: Contestant) -> float:
     """Of rows and gradients per step by the worker that sends most, for whom all others wait."""
-    transport = contestant.trainer._ops.rows
-    before = transport.bytes_sent
+    before = contestant.trainer.sent.rows
     contestant.train(POOL)
-    return largest({"sent": (transport.bytes_sent - before) / POOL})["sent"]
+    return largest({"sent": (contestant.trainer.sent.rows - before) / POOL})["sent"]

@@ -123,7 +123,7 @@ class OnDisk(Contestant):
 
 
 def _fill(trainer: Trainer, rows: int) -> None:
-    (store,) = trainer._ops.stores
+    (store,) = trainer.stores
     assert isinstance(store, DiskStore)
     for start in range(0, rows, 1 << 16):
         keys = np.arange(start, min(start + (1 << 16), rows))
@@ -171,7 +171,7 @@ def _verdict(rounds: Rounds) -> dict[str, Any]:
 
 
 def _disk(contestant: Contestant) -> dict[str, Any]:
-    (store,) = contestant.trainer._ops.stores
+    (store,) = contestant.trainer.stores
     assert isinstance(store, DiskStore)
     stats = contestant.trainer.table_stats()["item"]
     return {

@@ -158,7 +158,7 @@ def _measure_operations(size: Lab) -> dict[str, dict[str, float]]:
     seconds = []
     for setting in (Setting("fwp", size.micro_batches, True, "window"), Setting("serial")):
         contestant = in_memory(setting, EmulatedModel(dim=DIM), pool)
-        _padded(size)(contestant.trainer._engine)
+        _padded(size)(contestant.trainer)
         contestant.recorded()
         contestant.train(size.steps)
         seconds.append(profiling.operations(contestant.recorded()))
@@ -197,7 +197,7 @@ def _measure_steps(size: Lab, made: Links) -> list[dict[str, Any]]:
     pool = pool_of(size.law, size.samples, size.length)
     contestants = [in_memory(setting, EmulatedModel(dim=DIM), pool) for setting in size.settings]
     for one in contestants:
-        _padded(size)(one.trainer._engine)
+        _padded(size)(one.trainer)
         one.recorded()
     found = []
     for rate in size.rates:

@@ -94,7 +94,7 @@ def _measure(size: Size, folder: str, tier: str) -> list[dict[str, Any]]:
 
 
 def _fill(trainer: Trainer, rows: int) -> None:
-    (store,) = trainer._ops.stores
+    (store,) = trainer.stores
     for start in range(0, rows, 1 << 16):
         keys = np.arange(start, min(start + (1 << 16), rows))
         keys = keys[owners_of(shards(keys), store.owners) == trainer.rank]

@@ -26,9 +26,9 @@ from nestpipe.bench.figures import COLUMNS, EXPLAINED, cells, verdict
 from nestpipe.bench.links import links
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
-from nestpipe.engine.engine import Engine
 from nestpipe.schedule.setting import Setting
 from nestpipe.sections import Bars, Curves, Section, Table, shown
+from nestpipe.trainer import Trainer
 
 WORKERS = 2
 AXES = ("micro-batches", "dim", "length", "keys")
@@ -155,7 +155,7 @@ def _point(
 ) -> dict[str, dict[str, float]]:
     """Figures by contestant; of an emulated accelerator unless a model is given that really computes."""
     pool = pool_of(point.law, point.samples, point.length, count=size.batches)
-    prepare: Callable[[Engine], None] | None = None
+    prepare: Callable[[Trainer], None] | None = None
     if model is None:
         model, prepare = partial(EmulatedModel, dim=point.dim), partial(pad, seconds_per_token=size.seconds_per_token)
     contestants = [in_memory(setting, model(), pool, prepare, dim=point.dim, warm_up=len(pool)) for setting in settings]

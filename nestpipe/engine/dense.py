@@ -34,6 +34,7 @@ class Dense:
         self.optimizer = _checked_optimizer(optimizer(self._parameters)) if self._parameters else None
         self._reducer: Reducer | None = None
         self.waiting_since: float | None = None  # for other workers' gradients, by time.monotonic()
+        self.waited_until = 0.0  # when it last had waited for them
 
     def connect(self, group: dist.ProcessGroup) -> None:
         """From here on the first worker's values are everybody's, and gradients are summed over workers. All have made the same
@@ -87,7 +88,7 @@ class Dense:
             try:
                 self._reducer.finish()
             finally:
-                self.waiting_since = None
+                self.waiting_since, self.waited_until = None, time.monotonic()
 
     def update(self, scale: float) -> None:
         """Multiplies the sum of gradients over all workers by scale (1 / global weight) and steps the optimizer."""
@@ -97,6 +98,11 @@ class Dense:
                 torch._foreach_mul_(grads, scale)
             self.optimizer.step()
             self.forget()
+
+    def learning_rates(self) -> dict[str, Any]:
+        """As they are now, for comparison over workers."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return {f"learning rate of dense group {number}": float(group["lr"]) for number, group in enumerate(groups)}
 
     def scale_lr(self, factor: float) -> None:
         """Every learning rate of the optimizer becomes `factor` times what it was at the start."""

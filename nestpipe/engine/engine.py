@@ -37,12 +37,13 @@ class Engine:
         self.setting, self.schedule, self.ops = setting, schedule, ops
         self.around: Around | None = None
         self.stopped = False  # whether a worker has been asked to stop, as all know
-        self.untrained = 0  # batches that this worker has taken and nobody has trained on, because one stopped
+        self.trained = 0  # batches of this worker in the last run that have been trained on to the end
         self._lanes = Lanes(schedule, self._execute, lambda: self._abandon())
         self._names = [feature.name for feature in ops.plan.features]
         # The method of each operation has its name; one that is cut into micro-batches gets the number of its own.
         self._methods: dict[str, Callable[..., None]] = {name: getattr(ops, name.lower()) for name in OPERATIONS}
         self._nothing = Window([0] * (schedule.micro_batches + 1), schedule.num_parts(EMB), setting.window_cache)
+        ops.parts = self._nothing.parts
         self._contexts: dict[int, Context] = {}
         self._ledger = Ledger(0)
         self._running: dict[str, tuple[Op, float]] = {}  # by lane: an operation and when it began
@@ -74,13 +75,12 @@ class Engine:
         that waits return, when something has gone wrong elsewhere."""
         self._last, self._on_step, self._abandon = last, on_step, abandon
         self._held: StepResult | None = None
-        self.stopped, self.untrained = False, 0
+        self.stopped, self.trained = False, 0
         self._contexts.clear()
         self._ledger = Ledger(first)
         self.ops.begin(read, self.setting.clustering)
         try:
             self._lanes.run(first, last)
-            self.untrained = sum(ctx.has_data for ctx in self._contexts.values())
             self.ops.settle(last)
         finally:
             self._contexts.clear()
@@ -162,6 +162,7 @@ class Engine:
             self._lanes.stop_before(batch + self.schedule.look_ahead + 1)
         elif name == WRITEBACK:
             self._arenas.append(self._contexts.pop(batch).arena)
+            self.trained += ctx.has_data
         if not ctx.cut_short:
             self._ledger.end(task.op)
         if name == self._closing:

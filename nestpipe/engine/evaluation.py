@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.arena import Arena
-from nestpipe.batch import SEEN, Batch, Jagged
+from nestpipe.batch import SEEN, Batch, Jagged, one_list
 from nestpipe.engine.context import Context
 from nestpipe.engine.dense import call
-from nestpipe.engine.loader import Loader
+from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.step import StepOperations
+from nestpipe.errors import did_you_mean
+from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.window import Window
-from nestpipe.metrics import in_lists, rank_all
+from nestpipe.metrics import NDCG, SEEN_TARGETS, HitRate, in_lists, rank_all
+from nestpipe.tables import Feature
 
 Judge = Callable[[Batch, dict[str, Any]], None]  # looks at a batch and its rows
 
@@ -56,32 +60,111 @@ def lookup(
     return ctx
 
 
-def judge_all(ops: StepOperations, arena: Arena, model: nn.Module, loader: Loader, judge: Judge) -> None:
-    """Calls judge(batch, rows) for each batch of this worker, and serves rows until no worker has batches left. What goes
-    wrong on one worker is raised on all."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():  # not inference_mode: what a model caches meanwhile must be of use in training
-            for number in itertools.count():
-                batch, error = None, None
-                try:
-                    batch = loader.next()
-                except Exception as problem:
-                    error = problem
-                ctx = lookup(ops, arena, batch, error, number=number)
-                if ctx is None:
-                    return
-                try:
-                    if ctx.batch.size:
-                        judge(*ops.inputs(ctx, 0, train=False))
-                except Exception as problem:
-                    ctx.error = problem
-                ops.agree(ctx, train=False)
-    finally:
-        loader.close()
-        for module, training in modes:
-            module.training = training
+class Evaluation:
+    """What is read of a trainer's tables besides training. data_timeout: seconds without a batch after which its source counts
+    as dead."""
+
+    def __init__(self, ops: StepOperations, *, data_timeout: float) -> None:
+        self._ops, self._data_timeout = ops, data_timeout
+        self._arena = Arena()
+        self._names = [feature.name for feature in ops.plan.features]
+        self._of_table: dict[str, StepOperations] = {}
+
+    def losses(self, batches: Iterable[Batch], metrics: dict[str, Any], group: Any) -> dict[str, float]:
+        rows = self._ops.rows
+        rows.compare({f"metric {name!r}": type(metric).__name__ for name, metric in metrics.items()})
+        rows.together(lambda: start_anew(metrics), what="metrics")
+        judge, totals = judge_losses(self._ops.dense_part.model, metrics)
+        self._judge_all(batches, judge)
+        loss, weight = rows.sum(totals).tolist()
+        results = {name: metric.compute(group=group) for name, metric in metrics.items()}
+        return {"loss": loss / weight if weight else float("nan"), **results}
+
+    def ranking(
+        self,
+        batches: Iterable[Batch],
+        *,
+        table: str,
+        candidates: Tensor,
+        ks: Sequence[int],
+        history: str,
+        exclude_seen: bool,
+        seen_targets: str,
+        group: Any,
+    ) -> dict[str, float]:
+        if seen_targets not in SEEN_TARGETS:
+            raise ValueError(f"seen_targets {seen_targets!r}, {did_you_mean(str(seen_targets), SEEN_TARGETS)}")
+        if seen_targets == "miss" and not exclude_seen:
+            raise ValueError("seen_targets='miss' is for targets that exclude_seen leaves out; set exclude_seen=True")
+        if exclude_seen and history not in self._names:
+            raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
+        metrics: dict[str, Any] = {}
+        for k in ks:
+            metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
+        judge, counts = judge_ranking(
+            self._ops.dense_part.model,
+            metrics,
+            self.rows(table, candidates),
+            candidates,
+            history=history,
+            exclude_seen=exclude_seen,
+            seen_targets=seen_targets,
+        )
+        self._judge_all(batches, judge)
+        ranked, seen = self._ops.rows.sum(counts).tolist()
+        results = {name: metric.compute(group=group) for name, metric in metrics.items()}
+        return {**results, "targets": ranked, "seen_targets": seen}
+
+    def rows(self, table: str, keys: Tensor | np.ndarray | Sequence[int]) -> Tensor:
+        batch, error = None, None
+        try:
+            batch = checked(Batch({"keys": one_list(keys)}), ["keys"])
+        except Exception as problem:
+            error = problem
+        ops = self._reading(table)
+        ctx = lookup(ops, self._arena, batch, error)
+        assert ctx is not None
+        return ops.inputs(ctx, 0, train=False)[1]["keys"].values
+
+    def _reading(self, table: str) -> StepOperations:
+        """Operations on that table alone, whose rows come one by one."""
+        store = next(store for store in self._ops.stores if store.table.name == table)
+        made = self._of_table.get(table)
+        if made is None or made.stores[0] is not store or made.plan.owners[0] is not store.owners:
+            declared = dataclasses.replace(store.table, pooled_at="source")
+            plan, ops = ExchangePlan([declared], [Feature("keys", table)], [store.owners]), self._ops
+            made = StepOperations(plan, [store], ops.keys, ops.rows, ops.dense_part, skip_nonfinite=False)
+            self._of_table[table] = made
+        return made
+
+    def _judge_all(self, batches: Iterable[Batch], judge: Judge) -> None:
+        """Calls judge(batch, rows) for each batch of this worker, and serves rows until no worker has batches left. What goes
+        wrong on one worker is raised on all."""
+        ops, model = self._ops, self._ops.dense_part.model
+        loader = Loader(batches, self._names, skip_nonfinite=False, timeout=self._data_timeout)
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():  # not inference_mode: what a model caches meanwhile must be of use in training
+                for number in itertools.count():
+                    batch, error = None, None
+                    try:
+                        batch = loader.next()
+                    except Exception as problem:
+                        error = problem
+                    ctx = lookup(ops, self._arena, batch, error, number=number)
+                    if ctx is None:
+                        return
+                    try:
+                        if ctx.batch.size:
+                            judge(*ops.inputs(ctx, 0, train=False))
+                    except Exception as problem:
+                        ctx.error = problem
+                    ops.agree(ctx, train=False)
+        finally:
+            loader.close()
+            for module, training in modes:
+                module.training = training
 
 
 def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.ndarray]:

@@ -91,7 +91,10 @@ class Heartbeat:
         doing = work()
         waits = min((since for place in self._waiting if (since := place.waiting_since) is not None), default=None)
         if doing is not None:
-            self._tell_of_own_work(*doing, now)
+            if "(" in doing[0] or self._others_wait(
+                now
+            ):  # an operation; a call (saving, say) may take long on all alike
+                self._tell_of_own_work(*doing, now)
         elif waits is not None and now - waits > LATE:
             for rank in self._predecessors:
                 self._tell_of(rank, waits, now)
@@ -101,6 +104,11 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 self._socket.sendto(word, address)
         return True
+
+    def _others_wait(self, now: float) -> bool:
+        """Whether all that this worker hears of wait."""
+        heard = [self._heard[rank] for rank in self._predecessors if rank in self._heard]
+        return bool(heard) and all(does == "" and now - when < LATE for when, does in heard)
 
     def _tell_of_own_work(self, name: str, since: float, now: float) -> None:
         seconds, before = now - since, self._seen

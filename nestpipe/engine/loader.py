@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import threading
@@ -25,10 +26,11 @@ _Entry = tuple[Batch | BaseException | _End, int]
 class Loader:
     """`next()` gives the next batch, or None for good once there are no more; what went wrong while reading is raised there.
 
-    skipped counts batches left out so far because an input was not finite (only if skip_nonfinite).
+    taken counts batches given out, skipped those left out so far because an input was not finite (only if skip_nonfinite).
     limit: how many batches will be asked for; no more are taken from `batches`, so that another loader may go on there.
     after: a closed loader of the same iterator: what it has read and not given out comes first.
     stop_asked: whether the worker has been asked to stop: a `next` that has to wait then raises Stopped.
+    keep: how many of the batches given out last may be given back.
     """
 
     def __init__(
@@ -41,8 +43,11 @@ class Loader:
         limit: int | None = None,
         after: Loader | None = None,
         stop_asked: Callable[[], bool] = lambda: False,
+        keep: int = 0,
     ) -> None:
-        self.skipped = 0
+        self.taken = self.skipped = 0
+        # Each with the number of batches that had been skipped when it was asked for.
+        self._given: collections.deque[tuple[_Entry, int]] = collections.deque(maxlen=keep)
         self._names, self._skip, self._timeout = list(feature_names), skip_nonfinite, timeout
         self._limit, self._stop_asked = limit, stop_asked
         # Each with the number of batches skipped before it: the thread may be ahead of what was asked for.
@@ -103,7 +108,7 @@ class Loader:
         item, skipped = self._left.pop(0) if self._left else self._wait()
         if isinstance(item, _End) and self._closed.is_set():
             return None  # ours
-        self.skipped = max(self.skipped, skipped)
+        before, self.skipped = self.skipped, max(self.skipped, skipped)
         self._ended = not isinstance(item, Batch)
         if isinstance(item, _End):
             return None
@@ -111,6 +116,8 @@ class Loader:
             raise item
         if isinstance(item, BaseException):  # sys.exit() in a loader must not end this rank alone, and silently
             raise RuntimeError(f"the data source left with {type(item).__name__}: {item}") from item
+        self.taken += 1
+        self._given.append(((item, self.skipped), before))
         return item
 
     def _wait(self) -> _Entry:
@@ -128,10 +135,14 @@ class Loader:
                 f"the data gave no batch for {self._timeout:g} s; look at what feeds this rank, or raise data_timeout"
             )
 
-    def take_back(self, entries: Sequence[_Entry], skipped: int) -> None:
-        """Batches that were given out last and not used, when so many had been skipped before the first of them."""
-        self._left = [*entries, *self._left]
-        self.skipped = skipped
+    def give_back(self, count: int) -> None:
+        """The last `count` batches that were given out have not been trained on: who goes on gets them again."""
+        if count:
+            given = list(self._given)[-count:]
+            assert len(given) == count, f"{count} batches to be given back, {len(given)} were kept"
+            self._left = [*(entry for entry, _ in given), *self._left]
+            self.taken, self.skipped = self.taken - count, given[0][1]
+            self._given.clear()
 
     def stop(self) -> None:
         """No more batches are wanted: `next`, also one that waits in another thread, gives None."""

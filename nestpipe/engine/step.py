@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from nestpipe.engine.dense import Dense
 from nestpipe.engine.mixing import ENOUGH, try_mixing
 from nestpipe.engine.reducer import all_finite
 from nestpipe.engine.versions import Versions
-from nestpipe.errors import Stopped, TrainingError
+from nestpipe.errors import Stopped, TrainingError, describe
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.layout import Layout, Sizes, payload_layout
 from nestpipe.exchange.owner import OwnerRoute
@@ -40,7 +41,8 @@ from nestpipe.store.memory import MemoryStore
 log = logging.getLogger("nestpipe")
 Store = MemoryStore | DiskStore
 
-OUT_OF_DATA, HAS_DATA, FAILED, STOPS = 0, 1, 2, 3  # what a worker says of itself in ROUTE
+# What a worker says of itself in ROUTE, and when it meets the others before a call; from CALLS on: which call.
+OUT_OF_DATA, HAS_DATA, FAILED, STOPS, CALLS = 0, 1, 2, 3, 4
 MIXING_TRIALS = 10  # batches; all but the first only as long as no row has a gradient
 
 
@@ -69,8 +71,14 @@ class StepOperations:
         self.use(stores)
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.stop_asked = False  # of this worker, from outside
-        self.has_quit = False  # this worker: its on_step has raised, so it makes no more calls that others make as well
-        self.quitting = False  # whether one of them has, as all know
+        self.problem: BaseException | None = (
+            None  # of this worker's on_step: it makes no more calls that others make as well
+        )
+        self.quitting = False  # whether one of them has one, as all know
+        self.parted: TrainingError | None = (
+            None  # workers were in different calls, or one had a problem; all have heard it
+        )
+        self.parts = 1  # of the window of the schedule that is run
         self._skip_nonfinite = skip_nonfinite
         self._trials = MIXING_TRIALS if try_mixing else 0  # that are left
         # Each lane has its own: they hold scratch memory.
@@ -88,6 +96,7 @@ class StepOperations:
         """A run of batches starts: what is left in buffers belongs to no neighbour, and gradients of a batch that failed to
         nobody. read: gives the batches; see PREFETCH."""
         self._read, self._clustering = read, clustering
+        self.quitting, self.parted = False, None
         self.dense_part.forget()
         for buffer in self.buffers:
             if buffer is not None:
@@ -125,6 +134,8 @@ class StepOperations:
         """Deduplicates keys, buckets them by owner, exchanges them; unless no worker has data any more, or one stops."""
         if ctx.error is not None:
             self._give_up(ctx)
+        if self.plan.undecided and (self._states(OUT_OF_DATA) >= CALLS).any():  # before workers decide together
+            self._part("train", self.problem or ctx.error)
         try:
             ctx.source = self._source_route(ctx)
         except Exception as error:  # what the checks of a batch did not foresee
@@ -134,6 +145,8 @@ class StepOperations:
         state = STOPS if ctx.stops else HAS_DATA if ctx.has_data else OUT_OF_DATA
         ctx.source.sizes.state[:] = FAILED if ctx.error is not None else state
         sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables), ctx.window.parts)
+        if (sizes.state >= CALLS).any():
+            self._part("train", self.problem or ctx.error)
         if (sizes.state == FAILED).any():
             leave_together(self.keys, ctx)
         ctx.stops = bool((sizes.state == STOPS).any())
@@ -146,6 +159,32 @@ class StepOperations:
         ctx.owner = OwnerRoute(sizes, payload, self.plan, ctx.window, self._owner_dedup, ctx.arena)
         for dim in self.plan.groups:
             ctx.sent[dim], ctx.received[dim] = self._buffers(ctx, dim, "vectors", ctx.owner.vectors, ctx.source.vectors)
+
+    def meet(self, call: str) -> None:
+        """Before a call in which workers talk to each other: raises on all of them if one makes another call, or cannot make
+        it because of what its on_step has raised. The message is that of ROUTE, where those may be that go on training."""
+        if self.keys.world == 1 and self.problem is None:
+            return
+        states = self._states(FAILED if self.problem is not None else CALLS + zlib.crc32(call.encode()))
+        if (states == FAILED).any() or (states != states[0]).any():
+            self._part(call, self.problem)
+
+    def _states(self, mine: int) -> np.ndarray:
+        sizes = Sizes.empty(self.keys.world, len(self.plan.tables), self.parts)
+        sizes.state[:] = mine
+        return Sizes(self.keys.exchange_rows(sizes.table), sizes.num_tables, sizes.parts).state
+
+    def _part(self, call: str, problem: BaseException | None) -> NoReturn:
+        told = self.keys.gather_objects((call, None if problem is None else describe(problem)))
+        lines = [f"rank {rank}, {call}: {cause}" for rank, (call, cause) in enumerate(told) if cause is not None]
+        first = next((rank for rank, (_, cause) in enumerate(told) if cause is not None), 0)
+        if not lines:
+            calls = ", ".join(f"rank {rank}: {call}" for rank, (call, _) in enumerate(told))
+            lines = [
+                f"workers make different calls ({calls}); every worker must make the same calls, in the same order"
+            ]
+        self.parted = TrainingError("\n".join(lines), is_ours=self.keys.rank == first)
+        raise self.parted from problem
 
     def _source_route(self, ctx: Context) -> SourceRoute:
         return SourceRoute(ctx.batch, self.plan, ctx.window, self.keys, self._source_dedup, ctx.arena)
@@ -378,7 +417,8 @@ class StepOperations:
         """Sums losses, weights and troubles over workers; raises on every worker if one has trouble."""
         ctx.error = ctx.error or self.trouble
         ctx.totals[TROUBLE] = ctx.error is not None
-        ctx.totals[STOP], ctx.totals[QUIT] = self.stop_asked or self.has_quit, self.has_quit
+        ctx.totals[QUIT] = self.problem is not None
+        ctx.totals[STOP] = self.stop_asked or self.problem is not None
         self.rows.sum(ctx.totals)
         if ctx.totals[TROUBLE]:
             leave_together(self.rows, ctx)
@@ -437,7 +477,7 @@ class StepOperations:
 
     def settle(self, step: int) -> None:
         """After a run: raises on every worker if one has had trouble since its last batch agreed."""
-        troubles = self.rows.sum(np.array([self.trouble is not None, self.has_quit], np.int64))
+        troubles = self.rows.sum(np.array([self.trouble is not None, self.problem is not None], np.int64))
         self.quitting |= bool(troubles[1])
         if troubles[0]:
             leave_together(self.rows, Context(step, Batch({}), Window([0, 0]), Arena(), error=self.trouble))

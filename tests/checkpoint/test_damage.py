@@ -26,8 +26,8 @@ from nestpipe import Trainer
 from nestpipe.checkpoint import commands
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import Damaged
+from tests.checkpoint.test_saving import contents, make_trainer, train
 from tests.cluster import Cluster
-from tests.test_checkpoint import contents, make_trainer, train
 
 FULL, CHANGES = manifests.folder_of(3), manifests.folder_of(4)
 NUM_DAMAGES, NUM_LOADED = 200, 30
@@ -342,7 +342,7 @@ def test_a_key_whose_row_is_nowhere_is_found_though_every_checksum_is_right(copy
     trainer = make_trainer()
     with pytest.raises(Damaged, match="has no row for 2 of its keys"):
         trainer.load(path)
-    assert all(len(store) == 0 for store in trainer._stores()), "nothing is loaded of it"
+    assert all(len(store) == 0 for store in trainer.stores), "nothing is loaded of it"
     with pytest.raises(Damaged, match="has no row for 2 of its keys"):
         commands.export(path, "plain", tmp_path / "rows.parquet")
 

@@ -58,7 +58,7 @@ def test_learning_rates_that_were_scaled_survive_a_load(tmp_path: Path) -> None:
     trainer.save(tmp_path / "saved")
     again = made()
     again.load(tmp_path / "saved")
-    assert lr_of(again) == 0.125 and again._ops.stores[0].lr == pytest.approx(0.1 * 0.25)
+    assert lr_of(again) == 0.125 and again.stores[0].lr == pytest.approx(0.1 * 0.25)
     again.scale_lr(1.0)
     assert lr_of(again) == 0.5
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from nestpipe.checkpoint import complete, problems, saving
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.store import rowfile
 from tests.cluster import Cluster
+from tests.waiting import Signpost
 
 MEGABYTE = 1 << 20
 
@@ -119,8 +119,8 @@ def test_a_table_whose_disk_is_full_goes_on_without_the_checkpoint(
 ) -> None:
     """What is overwritten while a checkpoint is written is kept beside the rows; new rows need the room more."""
     monkeypatch.setattr(rowfile, "EXTENT_BYTES", 1 << 16)
-    slowly = saving._save_table
-    monkeypatch.setattr(saving, "_save_table", lambda path, **rest: (time.sleep(3), slowly(path, **rest)))
+    save, trained = saving._save_table, Signpost()
+    monkeypatch.setattr(saving, "_save_table", lambda path, **rest: (trained.wait_for(1), save(path, **rest)))
     on_disk, in_memory = make(small_disk, tier="disk", memory="6MB"), make(tmp_path / "memory")
     checkpoints = on_disk.checkpoints(tmp_path / "saved")
     told: list[str] = []
@@ -131,6 +131,7 @@ def test_a_table_whose_disk_is_full_goes_on_without_the_checkpoint(
     on_disk.checkpoint(checkpoints)
     for trainer in (on_disk, in_memory):
         train(trainer, keys=range(25_000))
+    trained.reach(1)
     checkpoints.wait()
     assert on_disk.digest() == in_memory.digest()
     assert (

@@ -3,9 +3,9 @@ import math
 from pathlib import Path
 
 import pytest
-from data_samples import all_ranks, read, read_samples
 
 from nestpipe.data import Criteo, criteo
+from tests.data.data_samples import all_ranks, read, read_samples
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_rows.csv"
 

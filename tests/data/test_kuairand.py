@@ -2,9 +2,9 @@ import math
 from pathlib import Path
 
 import pytest
-from data_samples import all_ranks, read, read_samples
 
 from nestpipe.data import KuaiRand, KuaiRandSequences
+from tests.data.data_samples import all_ranks, read, read_samples
 
 HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"

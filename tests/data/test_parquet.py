@@ -3,10 +3,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_samples import all_ranks, read, read_samples
 
 from nestpipe.batch import NotFinite, check_batch
 from nestpipe.data import Parquet
+from tests.data.data_samples import all_ranks, read, read_samples
 
 
 def write(path: Path, *, rows_per_group: int = 10, **columns) -> str:

@@ -3,6 +3,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -13,6 +14,7 @@ from nestpipe.batch import Batch, Jagged
 from nestpipe.data.reader import in_process
 from nestpipe.engine.loader import Loader
 from tests.data.data_samples import assert_same
+from tests.waiting import PATIENCE, is_alive, until
 
 WORLD = 3
 
@@ -32,7 +34,7 @@ def failing(error):
 
 def waiting():
     yield batch_of(0)
-    time.sleep(1000)
+    time.sleep(2 * PATIENCE)
 
 
 class TwoArguments(Exception):
@@ -47,19 +49,26 @@ def failing_oddly():
     yield
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def is_waiting_for_a_batch(reader):
+    """Whether the main thread is in the call that receives one."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code is not type(reader)._receive.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
-def ends(pid: int, *, seconds: float = 5.0) -> bool:
-    until = time.monotonic() + seconds
-    while is_alive(pid) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not is_alive(pid)
+def while_waiting(reader, action, *arguments):
+    """Does it from another thread once the next batch is waited for."""
+
+    def act():
+        until(lambda: is_waiting_for_a_batch(reader), "a batch is waited for")
+        action(*arguments)
+
+    threading.Thread(target=act, daemon=True).start()
+
+
+def assert_ends(pid):
+    until(lambda: not is_alive(pid), f"the reader process {pid} has ended")
 
 
 def every_batch(data_sets):
@@ -140,15 +149,13 @@ def test_a_killed_reader_is_an_error_at_once():
     with in_process(waiting) as reader:
         next(reader)
         assert reader.pid is not None
-        threading.Timer(0.2, os.kill, (reader.pid, signal.SIGKILL)).start()
-        begin = time.monotonic()
+        while_waiting(reader, os.kill, reader.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="was ended by SIGKILL"):
             next(reader)
-        assert time.monotonic() - begin < 5
 
 
 def test_a_reader_that_leaves_through_sys_exit_does_not_end_the_trainer():
-    loader = Loader(in_process(failing, SystemExit(3)), ["f"], skip_nonfinite=False, timeout=30)
+    loader = Loader(in_process(failing, SystemExit(3)), ["f"], skip_nonfinite=False, timeout=PATIENCE)
     assert loader.next() is not None
     with pytest.raises(RuntimeError, match="the data source left with SystemExit: 3"):
         loader.next()
@@ -171,13 +178,13 @@ def test_a_reader_that_nobody_holds_leaves_no_process():
     pid = reader.pid
     del reader
     gc.collect()
-    assert ends(pid)
+    assert_ends(pid)
 
 
 def test_closing_from_another_thread_ends_a_wait():
     with in_process(waiting) as reader:
         next(reader)
-        threading.Timer(0.2, reader.close).start()
+        while_waiting(reader, reader.close)
         with pytest.raises(RuntimeError, match="closed while a batch was being read"):
             next(reader)
 
@@ -194,11 +201,11 @@ def test_a_trainer_that_is_killed_leaves_no_reader():
     ours, theirs = context.Pipe()
     trainer = context.Process(target=read_and_die, args=(theirs,))
     trainer.start()
-    assert ours.poll(30)
+    assert ours.poll(PATIENCE)
     pid = ours.recv()
-    trainer.join(30)
+    trainer.join(PATIENCE)
     assert trainer.exitcode == -signal.SIGKILL
-    assert ends(pid)
+    assert_ends(pid)
 
 
 def test_readers_work_beside_busy_threads_and_a_loader_goes_on_where_another_stopped():
@@ -215,7 +222,7 @@ def test_readers_work_beside_busy_threads_and_a_loader_goes_on_where_another_sto
         seen = []
         with in_process(counting) as reader:
             for limit in (3, 4):
-                loader = Loader(reader, ["f"], skip_nonfinite=False, timeout=30, limit=limit)
+                loader = Loader(reader, ["f"], skip_nonfinite=False, timeout=PATIENCE, limit=limit)
                 while (batch := loader.next()) is not None:
                     seen.append(batch.keys["f"].values.tolist()[0])
                 loader.close()

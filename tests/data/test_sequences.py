@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_samples import all_ranks, global_batches, read, read_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.data import Histories, HistoryDataset, MovieLens, Sequences
 from nestpipe.data.dataset import offsets_of
+from tests.data.data_samples import all_ranks, global_batches, read, read_samples
 
 BEAUTY = Path(__file__).parents[3] / "shared" / "data" / "amazon_beauty.txt"
 

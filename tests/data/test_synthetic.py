@@ -3,7 +3,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from data_samples import all_ranks, global_batches, read, read_samples, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from nestpipe.data import SyntheticClicks, SyntheticSequences
 from nestpipe.data.draws import to_keys
 from nestpipe.data.overlap import Overlap, cover
 from nestpipe.data.synthetic_sequences import length_quantiles
+from tests.data.data_samples import all_ranks, global_batches, read, read_samples, same
 
 
 def small_sequences(**options):

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from nestpipe import Trainer
 from nestpipe.engine import heartbeat
 from tests.cluster import Cluster
 from tests.engine.test_dense import FEATURE, TABLE, Tower, batch
+from tests.waiting import until
 
 
 class Told(logging.Handler):
@@ -29,13 +32,8 @@ class Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    def wait_for(self, fragment: str, seconds: float = 60.0) -> bool:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if any(fragment in line for line in self.lines):
-                return True
-            time.sleep(0.02)
-        return False
+    def wait_for(self, fragment: str) -> None:
+        until(lambda: any(fragment in line for line in self.lines), f"it was told that {fragment}")
 
 
 def make(late: float) -> tuple[Trainer, Told]:
@@ -55,12 +53,15 @@ def stopped() -> bool:
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     fit(trainer, 3)
-    named = [True]
+    named = [trainer.rank == 1]
     if trainer.rank == 0:
 
         def watch() -> None:
-            named[0] = told.wait_for("rank 1 has given no sign of life for")
-            os.kill(pids[1], signal.SIGCONT)
+            try:
+                told.wait_for("rank 1 has given no sign of life for")
+                named[0] = True
+            finally:
+                os.kill(pids[1], signal.SIGCONT)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -77,49 +78,61 @@ def test_a_stopped_worker_is_named_and_training_goes_on_when_it_does(cluster: Cl
     assert cluster.run(2, stopped) == [True, True]
 
 
-def held_up(where: str) -> bool:
-    """Rank 1 is busy with something: in its on_step, or outside of the trainer. It, or rank 0, tells so; then it goes on."""
+def held_up(where: str, named: Path) -> bool:
+    """Rank 1 is busy with something: in its on_step, in the data of an evaluation, or outside of the trainer. It, or rank 0,
+    tells so; then it goes on."""
     trainer, told = make(late=0.5)
     fit(trainer, 3)
-    named = threading.Event()
-    fragment = (
-        "rank 1 has been in on_step(4) for" if where == "on_step" else "rank 1 is alive but in no call of the trainer"
-    )
-    teller = 1 if where == "on_step" else 0
+    fragment = {
+        "on_step": "rank 1 has been in on_step(4) for",
+        "evaluate": "rank 1 has been in evaluate for",
+        "outside": "rank 1 is alive but in no call of the trainer",
+    }[where]
+    teller = 0 if where == "outside" else 1
 
     def watch() -> None:
-        if told.wait_for(fragment):
-            named.set()
+        told.wait_for(fragment)
+        named.touch()
+
+    def be_busy() -> None:
+        until(named.exists, "it was named")
 
     if trainer.rank == teller:
         threading.Thread(target=watch, daemon=True).start()
-    if trainer.rank == 1:
+    if where == "evaluate":
+
+        def late() -> Iterator[Any]:
+            if trainer.rank == 1:
+                be_busy()
+            yield batch(0, trainer.rank, trainer.world)
+
+        trainer.evaluate(late(), {})
+    elif trainer.rank == 1:
 
         def on_step(result: Any) -> None:
             if result.step == 4 and where == "on_step":
-                named.wait(60)
+                be_busy()
 
         if where == "outside":
-            time.sleep(4)
+            be_busy()
         fit(trainer, 3, on_step=on_step)
     else:
         fit(trainer, 3)
-    result = named.is_set() or trainer.rank != teller
     trainer.close()
-    return result
+    return named.exists()
 
 
-@pytest.mark.parametrize("where", ["on_step", "outside"])
-def test_a_worker_that_is_busy_with_something_else_is_named(cluster: Cluster, where: str) -> None:
-    assert cluster.run(2, held_up, where) == [True, True]
+@pytest.mark.parametrize("where", ["on_step", "evaluate", "outside"])
+def test_a_worker_that_is_busy_with_something_else_is_named(cluster: Cluster, tmp_path: Path, where: str) -> None:
+    assert cluster.run(2, held_up, where, tmp_path / "named") == [True, True]
 
 
 def slow_steps() -> list[str]:
     """Steps that take long, on all workers, are nobody's fault."""
-    trainer, told = make(late=0.3)
+    trainer, told = make(late=2.0)
 
     def on_step(result: Any) -> None:
-        time.sleep(0.2)
+        time.sleep(0.6)
 
     fit(trainer, 4, on_step=on_step)
     trainer.close()

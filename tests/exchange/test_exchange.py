@@ -226,7 +226,7 @@ def train_whole_tables(owners: int | None) -> dict[str, Any]:
     )
     return {
         "sent": trainer.bytes_sent(),
-        "held": [len(store.directory) for store in trainer._ops.stores],
+        "held": [len(store.directory) for store in trainer.stores],
         "rows": np.stack([trainer.rows(table.name, keys).numpy() for table in tables]),
         "told": trainer.describe(),
     }

@@ -68,7 +68,7 @@ def make(num_bags: int, settings: dict[str, Any], schedule: str = "serial") -> t
 def report(trainer: Trainer) -> dict[str, Any]:
     return {
         "owners": [owners.tolist() for owners in trainer._ops.plan.owners],
-        "held": [len(store) > 0 for store in trainer._stores()],
+        "held": [len(store) > 0 for store in trainer.stores],
         "told": trainer.describe(),
         "digest": trainer.digest(),
         "sent": trainer.bytes_sent(),
@@ -274,9 +274,9 @@ def test_a_worker_without_data_takes_part_in_the_decision(cluster: Cluster) -> N
 
 def budgets() -> list[int | None]:
     trainer, features = make(2, {**AUTO, "eviction": Eviction(max_rows=1000)})
-    before = [store.directory._budget for store in trainer._stores()[:2]]
+    before = [store.directory._budget for store in trainer.stores[:2]]
     trainer.fit(batches(features, trainer.rank), steps=1)
-    return [*before, *(store.directory._budget for store in trainer._stores()[:2])]
+    return [*before, *(store.directory._budget for store in trainer.stores[:2])]
 
 
 def test_one_owner_has_the_whole_budget_of_rows(cluster: Cluster) -> None:

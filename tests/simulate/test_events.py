@@ -215,7 +215,7 @@ class TestTrace:
             record=True,
         )
         trainer.fit((Batch({"history": one}) for one in keys), steps=steps)
-        trace = trainer._engine.recorded(rank=0, world=1)
+        trace = trainer.recorded()
         assert trace.dropped == 0
         return sorted(((e.op, e.batch, e.part, trace.lanes[e.lane]) for e in trace.events), key=str)
 

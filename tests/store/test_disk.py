@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -27,6 +28,7 @@ from nestpipe.tables import Eviction, Table, Uniform
 from tests.kernels.cases import int64, one_each, same_bits
 from tests.store.model import ModelStore, OverBudget, first_values
 from tests.store.test_memory import POOL, evictions, programs
+from tests.waiting import PATIENCE
 
 ADAGRAD = Adagrad(lr=0.5, initial=0.125)
 Make = Callable[..., DiskStore]
@@ -272,7 +274,7 @@ class Gate:
 
             before = records()
             self.reached.set()
-            assert self.open.wait(20)
+            assert self.open.wait(PATIENCE)
             assert same_bits(records(), before), "a row was changed while it was being written"
             write(positions, keys, slots, rows)
 
@@ -286,7 +288,7 @@ def test_rows_being_written_are_read_and_changed_meanwhile(make: Make, monkeypat
     for step, keys in enumerate([range(10), range(10, 20), range(20, 29)]):
         for one in (store, memory):
             train(one, list(keys), step)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE)
     (slots,) = {tuple(store._hot._job.slots)} if store._hot._job else ((),)
     assert len(slots), "an eighth is left, and nothing is being written"
     writing = store.directory.key_at(store._hot._positions[list(slots)]).tolist()
@@ -308,11 +310,11 @@ def test_a_store_waits_when_rows_come_faster_than_they_are_written(make: Make, m
     gate = Gate(store, monkeypatch)
     trainer = threading.Thread(target=lambda: [train(store, list(range(s * 8, s * 8 + 8)), s) for s in range(6)])
     trainer.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE)
     trainer.join(0.3)
     assert trainer.is_alive() and len(store._hot) <= 16
     gate.open.set()
-    trainer.join(20)
+    trainer.join(PATIENCE)
     assert not trainer.is_alive() and len(store) == 48
 
 
@@ -488,13 +490,18 @@ def test_two_runs_in_one_folder_are_refused_and_one_after_the_other_is_fine(make
     store = make()
     train(store, list(range(50)), 0)
     before = store.digest()
-    with pytest.raises(ValueError, match=r"item\.0\.rows is in use by another run; give each run a folder"):
-        make()
     make(rank=1)  # another worker has a file of its own
+    beside = make()  # so has another trainer of the same process
+    train(beside, list(range(20)), 0)
     assert store.digest() == before
+    beside.close()
     store.close()
     store.close()
-    assert not store.file.path.exists()
+    assert not store.file.path.exists() and not beside.file.path.exists()
+    with (tmp_path / "item.0.rows").open("wb") as other:  # as another process has it
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"item\.0\.rows is in use by another run; give each run a folder"):
+            make()
     (tmp_path / "item.0.rows").write_bytes(b"left by a run that was killed" * 1000)
     again = make()
     assert (tmp_path / "item.0.rows").stat().st_size == 0

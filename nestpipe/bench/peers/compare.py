@@ -71,16 +71,15 @@ class NestpipeSide:
 
     def facts(self) -> dict[str, Any]:
         """What its tables have on all workers. (The trainer itself would not say while batches are in flight.)"""
-        stats = [store.stats() for store in self.trainer._ops.stores]
+        stats = [store.stats() for store in self.trainer.stores]
         table_bytes, rows = _summed(sum(one.bytes for one in stats), sum(one.rows for one in stats))
         return {"table_bytes": table_bytes, "table_rows": rows, "exchange": self.trainer.describe()}
 
     def bytes_of_a_step(self) -> int:
         """Keys, rows and gradients that all workers send, as the trainer counts them."""
-        transports = self.trainer._keys, self.trainer._rows
-        before = sum(one.bytes_sent for one in transports)
+        before = sum(self.trainer.sent)
         self.stepper.run(1)
-        return _summed(sum(one.bytes_sent for one in transports) - before)[0]
+        return _summed(sum(self.trainer.sent) - before)[0]
 
 
 def peers(load: Workload) -> list[tuple[str, str]]:

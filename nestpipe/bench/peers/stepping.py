@@ -19,8 +19,8 @@ import torch
 
 from nestpipe.batch import Batch
 from nestpipe.engine.context import StepResult
-from nestpipe.engine.loader import AHEAD
 from nestpipe.schedule.ops import Task
+from nestpipe.sizes import READ_AHEAD
 from nestpipe.trainer import Trainer
 
 PATIENCE = 300.0  # seconds for a block of steps; a peer that is lost makes `fit` raise long before
@@ -36,7 +36,7 @@ class Stepper:
 
     def __init__(self, trainer: Trainer, batches: Iterable[Batch], *, steps: int | None = None) -> None:
         self._trainer, self._batches, self._steps = trainer, iter(batches), steps
-        schedule = trainer._engine.schedule
+        schedule = trainer.schedule
         self._look_ahead = schedule.look_ahead
         # How many batches after t each operation of step t works on.
         self._offsets = {(task.op.name, task.op.part): task.op.batch for task in schedule.tasks}
@@ -50,7 +50,7 @@ class Stepper:
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        trainer._engine.around = self._around
+        trainer.around = self._around
 
     def run(self, steps: int) -> None:
         """So many more steps, all of them. Raises what went wrong in `fit`."""
@@ -148,7 +148,7 @@ class Stepper:
         return step < self._asked or self._asked == self._steps  # what is behind the last step, too
 
     def _may_read(self) -> bool:
-        return self._taken < self._asked + self._look_ahead + AHEAD
+        return self._taken < self._asked + self._look_ahead + READ_AHEAD
 
 
 class _ClosedError(Exception):

@@ -12,7 +12,7 @@ import torch
 
 from nestpipe import Batch, Jagged
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def clicks(steps: int = 3, size: int = 40) -> Iterator[Batch]:

@@ -21,12 +21,13 @@ from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.config import Config
 from nestpipe.data import SyntheticClicks, dataset
 from nestpipe.errors import TrainingError
+from tests.behaviour.test_resume import CLICKS, SEQUENCES, configured, train, with_nan
 from tests.checkpoint.test_background import Patched
-from tests.checkpoint.test_resume import CLICKS, SEQUENCES, configured, train, with_nan
 from tests.cluster import Cluster
 from tests.test_cli import CLICKS as RECIPE
 from tests.test_cli import read
 from tests.test_cli import run as command
+from tests.waiting import PATIENCE
 
 # -- what comes after the training -------------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class Asked:
 
     def _ask_and_wait(self) -> None:
         self._ask()
-        if not self._over.wait(60):
+        if not self._over.wait(PATIENCE):
             raise AssertionError("it was asked to stop, and goes on waiting")
 
     def _patch(self, place: Any, name: str, value: Any) -> None:

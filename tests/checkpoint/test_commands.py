@@ -14,8 +14,8 @@ import torch
 
 from nestpipe import Trainer
 from nestpipe.checkpoint.manifest import folder_of
+from tests.checkpoint.test_saving import contents, make_trainer, train
 from tests.cluster import Cluster
-from tests.test_checkpoint import contents, make_trainer, train
 from tests.test_cli import run
 
 FULL, CHANGES = folder_of(3), folder_of(4)

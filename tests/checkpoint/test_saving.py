@@ -58,7 +58,7 @@ def train(trainer: Trainer, first: int, last: int) -> None:
 def contents(trainer: Trainer) -> dict[str, Any]:
     """Everything that the stores of all workers hold, by key: each key must be there once."""
     every: dict[str, dict[str, dict[int, Any]]] = {}
-    for store in trainer._stores():
+    for store in trainer.stores:
         parts = {
             "rows": _by_key(store, *store.items()),
             "shared": _by_key(store, *store.shared_items()),
@@ -70,7 +70,7 @@ def contents(trainer: Trainer) -> dict[str, Any]:
             merged[name] = {key: value for one in gathered for key, value in one.items()}
             assert len(merged[name]) == sum(map(len, gathered)), "a key has two owners"
         every[store.table.name] = merged
-    return {"tables": every, "updates": [store.updates for store in trainer._stores()], "step": trainer.steps}
+    return {"tables": every, "updates": [store.updates for store in trainer.stores], "step": trainer.steps}
 
 
 def _by_key(store: MemoryStore | DiskStore, keys: np.ndarray, positions: np.ndarray) -> dict[int, bytes]:
@@ -225,12 +225,12 @@ def save_with_trouble(path: Path) -> None:
         def fail(**_: Any) -> None:
             raise OSError("no space left")
 
-        trainer._stores()[0].blocks = fail  # type: ignore[assignment,method-assign,return-value]
+        trainer.stores[0].blocks = fail  # type: ignore[assignment,method-assign,return-value]
     trainer.save(path)
 
 
 def test_trouble_of_one_worker_ends_the_save_of_all_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    for kind, value in cluster.outcomes(2, save_with_trouble, tmp_path / "one", timeout=20):
+    for kind, value in cluster.outcomes(2, save_with_trouble, tmp_path / "one"):
         assert kind == "failed" and value[0] == "TrainingError"
         assert "rank 1, checkpoint: OSError: no space left" in value[1]
     assert list(tmp_path.iterdir()) == []
@@ -261,7 +261,7 @@ def test_learning_rates_and_the_way_tables_travel_survive_and_another_seed_is_re
     trainer.save(tmp_path / "saved")
     again = make_trainer()
     again.load(tmp_path / "saved")
-    assert [store.lr for store in again._stores()] == [store.lr for store in trainer._stores()]
+    assert [store.lr for store in again.stores] == [store.lr for store in trainer.stores]
     assert again._ops.plan.at_owner == trainer._ops.plan.at_owner
     assert again.digest() == trainer.digest()
     for one in (trainer, again):

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from nestpipe import Batch, Table, Trainer
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import OPERATIONS, Op, Task
+from tests.behaviour import test_schedules
+from tests.behaviour.test_schedules import Case, batches, close, make
 from tests.cluster import Cluster
-from tests.engine import test_schedules
-from tests.engine.test_schedules import Case, batches, close, make
 
 SAVED, FAILS, STEPS = 4, 7, 12
 EXACT = ("serial", "dbp", "fwp", "nested")
@@ -108,14 +108,16 @@ def disturbed(failure: Failure, store: str) -> dict[str, Any]:
         trainer.fit(data[:SAVED])
         trainer.save(saved)
         if trainer.rank == failure.rank:
-            trainer._engine.around = injected(failure)
+            trainer.around = injected(failure)
+        rest = iter(data[SAVED:])
         try:
-            trainer.fit(data[SAVED:])
+            trainer.fit(rest)
         except BaseException as error:
             told["failed"] = f"{type(error).__name__}: {error}"
-        trainer._engine.around = None
+        trainer.around = None
+        told["position"] = trainer.position - min(trainer.steps, len(data))
         try:
-            trainer.fit(data[trainer.steps :])
+            trainer.fit(rest)  # what was taken and not trained on comes again
             told["digest"] = trainer.digest()
         except ValueError as error:
             told["refused"] = str(error)
@@ -146,6 +148,8 @@ def check(failure: Failure, told: dict[str, Any], expected: str) -> list[str]:
     if told["refused"]:
         if "load a checkpoint into a new trainer" not in told["refused"]:
             wrong.append(f"an unclear refusal: {told['refused']}")
+    elif told["position"]:
+        wrong.append(f"its position is {told['position']} beyond its steps")
     elif told["digest"] != expected:
         wrong.append(f"it went on to other bits ({told['failed']})")
     return wrong

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,14 @@ from nestpipe import run
 from nestpipe.checkpoint import complete, problems
 from nestpipe.cli import STOPPED
 from nestpipe.config import read as read_config
+from tests.behaviour.slow import FILE
 from tests.cluster import Cluster
-from tests.test_cli import CLICKS, PATIENCE, children, finish, read, start
+from tests.test_cli import CLICKS, children, finish, read, start
+from tests.waiting import until
 
-# Steps enough to be killed in the middle of; checkpoints often.
-OPTIONS = ("--workers", "2", "--set", "train.steps=300", "--set", "train.checkpoint_every=20",
-           "--set", "train.full_every=2")  # fmt: skip
+STEPS = 120
+OPTIONS = ("--workers", "2", "--set", f"train.steps={STEPS}", "--set", "train.checkpoint_every=20",
+           "--set", "train.full_every=2", "--set", "model.kind=tests.behaviour.slow:Slow")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_undisturbed(recipe: Path) -> str:
-    config = read_config(recipe, ["train.steps=300"])
+    config = read_config(recipe, [f"train.steps={STEPS}"])
     return run.train(config, folder=recipe.parent / "whole", json_file=None)["digest"]
 
 
@@ -40,14 +41,23 @@ def digest(cluster: Cluster, recipe: Path) -> str:
     return cluster.run(2, train_undisturbed, recipe)[0]
 
 
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs are slow while it exists."""
+    file = tmp_path / "slow"
+    file.touch()
+    monkeypatch.setenv(FILE, str(file))
+    return file
+
+
 def wait_for_a_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not complete(out / "checkpoints"):
-        assert process.poll() is None and time.monotonic() < deadline, finish(process)
-        time.sleep(0.02)
+    until(lambda: complete(out / "checkpoints") or process.poll() is not None, "there is a checkpoint")
+    assert process.poll() is None, finish(process)
 
 
-def test_sigterm_saves_and_resume_ends_with_the_same_bits(recipe: Path, digest: str, tmp_path: Path) -> None:
+def test_sigterm_saves_and_resume_ends_with_the_same_bits(
+    recipe: Path, digest: str, slow: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     process = start("train", recipe, *OPTIONS, "--out", out)
     try:
@@ -56,6 +66,7 @@ def test_sigterm_saves_and_resume_ends_with_the_same_bits(recipe: Path, digest: 
         code, _, error = finish(process)
     finally:
         process.kill()
+    slow.unlink()
     assert code == STOPPED == 143, error
     newest = complete(out / "checkpoints")[0]
     step = int(newest.name.split("-")[1])
@@ -65,12 +76,12 @@ def test_sigterm_saves_and_resume_ends_with_the_same_bits(recipe: Path, digest: 
     assert code == 0, error
     assert f"resuming after step {step}, from {newest}" in error
     result = read(out / "result.json")
-    assert (result["digest"], result["steps"]) == (digest, 300 - step)
+    assert (result["digest"], result["steps"]) == (digest, STEPS - step)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds workers in /proc")
 def test_a_worker_that_is_killed_is_started_again_and_the_run_ends_with_the_same_bits(
-    recipe: Path, digest: str, tmp_path: Path
+    recipe: Path, digest: str, slow: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     process = start("train", recipe, *OPTIONS, "--out", out, "--restarts", "2")
@@ -79,11 +90,12 @@ def test_a_worker_that_is_killed_is_started_again_and_the_run_ends_with_the_same
         workers = children(process.pid)
         assert len(workers) == 2, workers
         os.kill(workers[-1], signal.SIGKILL)
+        slow.unlink()
         code, _, error = finish(process)
     finally:
         process.kill()
     assert code == 0, error
     assert "resuming after step " in error
     result = read(out / "result.json")
-    assert result["digest"] == digest and result["steps"] < 300
+    assert result["digest"] == digest and result["steps"] < STEPS
     assert not [one.name for one in (out / "checkpoints").iterdir() if one.name.endswith(".partial")]

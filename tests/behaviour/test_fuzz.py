@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nestpipe import config
 from nestpipe.data import Criteo, KuaiRand, KuaiRandSequences, MovieLens, Parquet, Sequences
 
-EXAMPLES = [tomllib.loads(path.read_text()) for path in sorted(Path(__file__).parents[1].glob("examples/*.toml"))]
+EXAMPLES = [tomllib.loads(path.read_text()) for path in sorted(Path(__file__).parents[2].glob("examples/*.toml"))]
 CAREFULLY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 
 plain = st.one_of(st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.floats(), st.text(max_size=12))

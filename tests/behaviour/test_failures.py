@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from tests.behaviour.failures import Failure, all_failures, run
 from tests.cluster import Cluster
-from tests.engine.failures import Failure, all_failures, run
 
 EXPECTED: dict[object, str] = {}
 ALONE = list(all_failures(world=1))[::29]  # `make failures` takes all of them

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import gc
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from nestpipe.optim import Adagrad
 from nestpipe.store import rowfile
 from nestpipe.store.disk import DiskStore
 from nestpipe.tables import Eviction, Table
+from tests.waiting import Signpost, until
 
 NUM_ROWS = 3_000
 
@@ -77,10 +77,7 @@ def in_child(store: DiskStore, folder: Path, wait: Callable[[int], None] = lambd
 
 
 def wait_for(child: Child) -> None:
-    deadline = time.monotonic() + 60
-    while child.is_running():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: not child.is_running(), "the forked process has ended")
 
 
 def as_saved(path: Path) -> dict[int, bytes]:
@@ -100,13 +97,15 @@ def test_a_forked_process_reads_rows_as_they_were_while_all_of_them_change(
         use(store, rng.integers(0, NUM_ROWS, 300), step)
     expected = content(store)
     assert len(expected) > 1_000 and store.stats().evicted > 0 and store.stats().hot_rows <= 100
-    child, out = in_child(store, tmp_path, wait=lambda _: time.sleep(0.02))
-    step, grown = 11, store.file.num_bytes
+    written = Signpost()
+    child, out = in_child(store, tmp_path, wait=lambda number: written.wait_for(number // 2))
+    step, grown = 0, store.file.num_bytes
     while child.is_running():
-        use(store, rng.integers(0, 2 * NUM_ROWS, 300), step)
         step += 1
+        use(store, rng.integers(0, 2 * NUM_ROWS, 300), 10 + step)
+        written.reach(step)
     assert child.problem is None, child.problem
-    assert step > 15, "next to nothing was written meanwhile: the test shows nothing"
+    assert step > 5, "next to nothing was written meanwhile: the test shows nothing"
     assert store.file._undo is not None and (store.file._undo.kept == blocks.KEPT).mean() > 0.5
     assert as_saved(out) == expected
     assert content(store) != expected
@@ -124,9 +123,11 @@ def test_blocks_that_are_overwritten_in_the_very_moment_they_are_read(
     move = blocks.move_rows
     parent = os.getpid()
 
+    written = Signpost()
+
     def slowly(*args: object) -> None:
         if os.getpid() != parent:
-            time.sleep(0.03)
+            written.wait_for(written.reached + 2)  # the one under way, and one more
         move(*args)
 
     store = make(tmp_path)
@@ -135,22 +136,24 @@ def test_blocks_that_are_overwritten_in_the_very_moment_they_are_read(
     expected = content(store)
     monkeypatch.setattr(blocks, "move_rows", slowly)
     child, out = in_child(store, tmp_path)
-    step = 2
+    step = 0
     while child.is_running():
-        use(store, rng.integers(0, NUM_ROWS, 40), step)
         step += 1
+        use(store, rng.integers(0, NUM_ROWS, 40), 1 + step)
+        written.reach(step)
     assert child.problem is None, child.problem
     assert as_saved(out) == expected and step > 10
     store.close()
 
 
 def test_a_new_instant_is_not_disturbed_by_the_one_before(tmp_path: Path) -> None:
-    store = make(tmp_path)
+    store, written = make(tmp_path), Signpost()
     for step in range(1, 6):
         use(store, np.arange(NUM_ROWS), step)
         expected = content(store)
-        child, out = in_child(store, tmp_path, wait=lambda _: time.sleep(0.05))
+        child, out = in_child(store, tmp_path, wait=lambda _, step=step: written.wait_for(step))
         use(store, np.arange(NUM_ROWS // 2), step)
+        written.reach(step)
         wait_for(child)
         assert child.problem is None and as_saved(out) == expected
     store.close()
@@ -175,8 +178,10 @@ def test_a_file_without_a_row_and_one_that_grows_meanwhile(tmp_path: Path) -> No
     store = make(tmp_path, hot_rows=1_000)
     use(store, np.arange(500), 1)  # none of them in the file yet
     expected = content(store)
-    child, out = in_child(store, tmp_path, wait=lambda _: time.sleep(0.2))
+    written = Signpost()
+    child, out = in_child(store, tmp_path, wait=lambda _: written.wait_for(1))
     use(store, np.arange(5_000), 2)
+    written.reach(1)
     wait_for(child)
     assert child.problem is None and as_saved(out) == expected
     store.close()
@@ -208,9 +213,10 @@ def test_no_room_for_what_is_overwritten_fails_the_reader_and_nothing_else(
     assert undo is not None
     monkeypatch.setattr(undo, "wanted", lambda: True)
     os.dup2(os.open("/dev/full", os.O_WRONLY), undo.fd)  # every write: no space left on device
-    child = fork_reader(store)
+    child, overwritten, _ = fork_reader(store)
     use(store, np.arange(NUM_ROWS), 2)
     expected = content(store)
+    overwritten.reach(1)
     wait_for(child)
     assert "rows of table 'item' that training changed meanwhile could not be kept" in str(child.problem)
     assert "make room on that disk" in str(child.problem)
@@ -218,16 +224,18 @@ def test_no_room_for_what_is_overwritten_fails_the_reader_and_nothing_else(
     store.close()
 
 
-def fork_reader(store: DiskStore) -> Child:
-    """Reads when all has been overwritten."""
+def fork_reader(store: DiskStore) -> tuple[Child, Signpost, Signpost]:
+    """Reads when all has been overwritten; that it may, and that it has opened the file."""
+    overwritten, opened = Signpost(), Signpost()
 
     def work() -> None:
         store.open_frozen()
-        time.sleep(1)
+        opened.reach(1)
+        overwritten.wait_for(1)
         for _ in store.blocks():
             pass
 
-    return fork(work)
+    return fork(work), overwritten, opened
 
 
 @pytest.mark.parametrize("whose", ["its own", "another table's", "another worker's"])
@@ -239,13 +247,13 @@ def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(
     for one in (store, other):
         use(one, np.arange(NUM_ROWS), 1)
     kept.freeze()
-    child = fork_reader(kept)
+    child, overwritten, opened = fork_reader(kept)
     use(kept, np.arange(NUM_ROWS), 2)
     kept._hot.drain()
     undo = kept.file._undo
     assert undo is not None and undo.path.stat().st_blocks > 0
     if whose == "another worker's":  # nothing of it is known here
-        time.sleep(0.3)  # the other process has opened it
+        opened.wait_for(1)
         undo.path.rename(tmp_path / "other.1.undo")
         undo.path = tmp_path / "other.1.undo"
     allocate = os.posix_fallocate
@@ -262,6 +270,7 @@ def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(
     use(kept, np.arange(NUM_ROWS), 4)
     kept._hot.drain()
     assert (undo.kept == blocks.LOST).all() and undo.path.stat().st_blocks == 0, "it goes on taking room"
+    overwritten.reach(1)
     wait_for(child)
     assert "could not be kept" in str(child.problem)
     for one in (store, other):

@@ -1,6 +1,6 @@
 """`make grid`: every schedule against the serial one over the whole grid. Takes long; pytest runs a part of it.
 
-`python -m tests.engine.grid 7` takes every seventh place of the grid.
+`python -m tests.behaviour.grid 7` takes every seventh place of the grid.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import itertools
 import sys
 import time
 
+from tests.behaviour.test_schedules import PLACES, SPLITS, serial, split_case, train
 from tests.cluster import Cluster
-from tests.engine.test_schedules import PLACES, SPLITS, serial, split_case, train
 
 SCHEDULES = ("dbp", "fwp", "nested")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,9 @@ from nestpipe.config import Config, parse
 from nestpipe.data import SyntheticClicks, dataset
 from nestpipe.engine.context import StepResult
 from nestpipe.errors import TrainingError
+from tests.checkpoint.test_saving import FEATURES, TABLES, Model, contents
 from tests.cluster import Cluster
-from tests.test_checkpoint import FEATURES, TABLES, Model, contents
+from tests.waiting import PATIENCE, until
 
 CLICKS: dict[str, Any] = {
     "data": {"kind": "synthetic_clicks", "num_features": 2, "keys_per_table": 60, "keys_per_bag": 2, "num_dense": 2,
@@ -67,9 +69,7 @@ class Interrupted:
         def step(curves: run.Curves, result: StepResult) -> None:
             self._before(curves, result)
             if result.step == self._step:
-                deadline = time.monotonic() + 20
-                while not self._path.exists() and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                until(self._path.exists, f"{self._path} exists")
                 raise Cut
 
         run.Curves.step = step  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ def resumed_slowly(config: Config, folder: Path, seconds: float) -> dict[str, st
 
 
 def test_passing_over_data_may_take_longer_than_a_batch_may(cluster: Cluster, tmp_path: Path) -> None:
-    for found in cluster.run(2, resumed_slowly, configured(train={"timeout": 1}), tmp_path, 2.5):
+    for found in cluster.run(2, resumed_slowly, configured(train={"timeout": 2}), tmp_path, 3.5):
         assert found["whole"] == found["resumed"]
 
 
@@ -215,32 +215,39 @@ def test_a_worker_without_data_does_not_keep_the_others_waiting(cluster: Cluster
 
 def pass_over(seconds: float, limit: float, fails: int | None) -> tuple[int, int]:
     trainer = Trainer(Model(), TABLES, FEATURES, dense_optimizer=lambda p: torch.optim.Adam(p, 1e-2), data_timeout=0.5)
+    over = threading.Event()
 
     def work() -> int:
-        time.sleep(seconds if trainer.rank == 1 else 0)
+        over.wait(seconds if trainer.rank == 1 else 0)
         if trainer.rank == fails:
             raise ValueError("line 7 is not a number")
         return trainer.rank
 
-    return trainer.wait_for(work, what="passing over data", limit=limit), trainer.rank
+    try:
+        return trainer.wait_for(work, what="passing over data", limit=limit), trainer.rank
+    finally:
+        over.set()
 
 
 def test_waiting_for_all_gives_each_its_own_result(cluster: Cluster) -> None:
-    assert cluster.run(2, pass_over, 1.0, 20.0, None) == [(0, 0), (1, 1)]
+    assert cluster.run(2, pass_over, 1.0, LONG, None) == [(0, 0), (1, 1)]
+
+
+LONG = 2 * PATIENCE
 
 
 @pytest.mark.parametrize(
     ("seconds", "limit", "fails", "told"),
     [
-        (0.0, 20.0, 0, "rank 0, passing over data: line 7 is not a number"),
-        (60.0, 20.0, 0, "rank 0, passing over data: line 7 is not a number"),
-        (60.0, 0.5, None, "rank 1, passing over data: not done after"),
+        (0.0, LONG, 0, "rank 0, passing over data: line 7 is not a number"),
+        (LONG, LONG, 0, "rank 0, passing over data: line 7 is not a number"),
+        (LONG, 0.5, None, "rank 1, passing over data: not done after"),
     ],
 )
 def test_what_goes_wrong_meanwhile_is_raised_on_all_at_once(
     cluster: Cluster, seconds: float, limit: float, fails: int | None, told: str
 ) -> None:
-    for kind, value in cluster.outcomes(2, pass_over, seconds, limit, fails, timeout=15):
+    for kind, value in cluster.outcomes(2, pass_over, seconds, limit, fails):
         assert kind != "ok" and told in str(value), value
 
 
@@ -439,7 +446,7 @@ def damaged_and_resumed(config: Config, folder: Path, name: str) -> tuple[str, s
 def test_two_workers_pass_over_a_damaged_checkpoint_whoever_finds_it(
     cluster: Cluster, tmp_path: Path, name: str
 ) -> None:
-    for kind, value in cluster.outcomes(2, damaged_and_resumed, configured(), tmp_path, name, timeout=30):
+    for kind, value in cluster.outcomes(2, damaged_and_resumed, configured(), tmp_path, name):
         assert kind == "ok", value
         assert value[0] == value[1]
 

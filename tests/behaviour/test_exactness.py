@@ -82,7 +82,7 @@ def train(optimizer: RowOptimizer, pooled_at: str, micro_batches: int) -> dict[s
         assert result is not None and result.samples == batch.size
         losses.append(result.loss)
     states = {}
-    for store in trainer._stores():
+    for store in trainer.stores:
         keys, positions = store.items()
         states[store.table.name] = (keys, store.records(positions)[:, store.table.dim :])
     return {

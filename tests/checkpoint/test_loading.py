@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nestpipe import Batch, Feature, Jagged, Table, Trainer
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.kernels.keys import shards
+from tests.checkpoint.test_saving import TABLES, Model, contents, make_trainer, train
 from tests.cluster import Cluster
-from tests.test_checkpoint import TABLES, Model, contents, make_trainer, train
 
 FULL, CHANGES = folder_of(5), folder_of(7)
 

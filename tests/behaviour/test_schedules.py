@@ -167,13 +167,13 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
         check_freshness=case.check_freshness,
     )
     if case.delays is not None:
-        trainer._engine.around = random_delays(case.delays, trainer.rank, case.micro_batches)
+        trainer.around = random_delays(case.delays, trainer.rank, case.micro_batches)
     return trainer, features, folder
 
 
 def close(trainer: Trainer, folder: str) -> None:
     """All stores together: the system takes tens of milliseconds for each."""
-    stores = [store for store in trainer._ops.stores if isinstance(store, DiskStore)]
+    stores = [store for store in trainer.stores if isinstance(store, DiskStore)]
     with ThreadPoolExecutor(len(stores) + 1) as pool:
         list(pool.map(DiskStore.close, stores))
     trainer.close()
@@ -260,7 +260,7 @@ def test_many_steps_of_dbp_equal_serial_training_in_memory(cluster: Cluster, pla
 def evicted(case: Case) -> list[int]:
     trainer, features, folder = make(case)
     trainer.fit(batches(features, case, trainer.rank, trainer.world))
-    found = [store.stats().evicted for store in trainer._ops.stores if store.table.eviction is not None]
+    found = [store.stats().evicted for store in trainer.stores if store.table.eviction is not None]
     close(trainer, folder)
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from nestpipe import Feature, Table, Trainer, TrainingError
 from tests.cluster import Cluster
 from tests.engine.test_dense import Tower, batch
+from tests.waiting import until
 
 FEATURE = [Feature("item", "item", "sum")]
 
@@ -26,14 +26,15 @@ def make(folder: Path, *, optimizer: Any = None) -> Trainer:
     )
 
 
-def test_a_cell_that_is_run_twice_finds_the_file_of_its_table_free(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    trainer.fit([batch(0, 0, 1)])
-    trainer = None  # type: ignore[assignment]
-    gc.collect()
-    trainer = make(tmp_path)
-    trainer.fit([batch(0, 0, 1)])
+def test_a_cell_that_is_run_twice_finds_a_file_for_its_table(tmp_path: Path) -> None:
+    digests = []
+    for _ in range(3):
+        trainer = make(tmp_path)  # while the one before still has its name
+        trainer.fit([batch(0, 0, 1)])
+        digests.append(trainer.digest())
+    assert len(set(digests)) == 1
     trainer.close()
+    gc.collect()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,10 +89,11 @@ def make_many(folder: str, how: str) -> list[tuple[int, int]]:
         del trainer
         gc.collect()
         if number:  # the first starts what stays: pools of torch and of the system
-            for _ in range(50):  # threads of the system take a moment to go
-                if counts and resources() <= counts[0]:
-                    break
-                time.sleep(0.1)
+            if counts:  # threads of the system take a moment to go
+                until(
+                    lambda: all(now <= first for now, first in zip(resources(), counts[0], strict=True)),
+                    "they are gone",
+                )
             counts.append(resources())
     assert not [t for t in threading.enumerate() if t.name.startswith("nestpipe-")]
     return counts

@@ -14,8 +14,8 @@ import torch
 
 from nestpipe import Batch, TrainingError
 from nestpipe.schedule.ops import Op, Task
+from tests.behaviour.test_schedules import Case, batches, close, make
 from tests.cluster import Cluster
-from tests.engine.test_schedules import Case, batches, close, make
 
 SCHEDULES = ["serial", "dbp", "fwp", "nested"]
 STEPS = 14
@@ -94,6 +94,68 @@ def test_an_on_step_that_raises_in_a_pause_on_one_rank_ends_all(cluster: Cluster
     assert cluster.run(2, raise_in_a_pause) == ["rank 1, on_step, after step 4: LookupError: enough", "enough"]
 
 
+def raise_while_another_evaluates(schedule: str, pause_every: int | None) -> tuple[str, int]:
+    """Rank 1 fails where rank 0 makes a call that takes both; then both go on."""
+    case = case_of(schedule, "memory")
+    trainer, features, folder = make(case)
+    source = batches(features, case, trainer.rank, 2)
+
+    def on_step(result: Any) -> None:
+        if result.step == 4:
+            if trainer.rank == 1:
+                raise OSError("disk full")
+            trainer.evaluate(batches(features, case, trainer.rank, 2), {})
+
+    try:
+        try:
+            trainer.fit(source, on_step=on_step, pause_every=pause_every)
+            told = ""
+        except (OSError, TrainingError) as error:
+            told = str(error).split(" (at")[0]
+        trainer.fit(source)
+        return told, trainer.digest()
+    finally:
+        close(trainer, folder)
+
+
+@pytest.mark.parametrize(("schedule", "pause_every"), [("serial", None), ("serial", 4), ("fwp", None), ("nested", 4)])
+def test_an_on_step_that_raises_while_another_worker_evaluates_is_told_at_once(
+    cluster: Cluster, schedule: str, pause_every: int | None
+) -> None:
+    expected = cluster.run(2, undisturbed, schedule, "memory")[0]
+    first, second = cluster.run(2, raise_while_another_evaluates, schedule, pause_every)
+    assert "rank 1" in first[0] and first[0].endswith("disk full") and second[0] == "disk full"
+    assert first[1] == second[1] == expected
+
+
+def call_differently() -> list[str]:
+    trainer, features, folder = make(case_of("serial", "memory"))
+    data = list(batches(features, case_of("serial", "memory"), trainer.rank, 2))
+    calls = [
+        (lambda: trainer.evaluate(data, {}), lambda: trainer.digest()),
+        (lambda: trainer.step(data[0]), lambda: trainer.digest()),
+        (lambda: trainer.fit(data), lambda: trainer.step(data[0])),
+    ]
+    told = []
+    try:
+        for pair in calls:
+            try:
+                pair[trainer.rank]()
+            except TrainingError as error:
+                told.append(str(error))
+    finally:
+        close(trainer, folder)
+    return told
+
+
+def test_workers_that_make_different_calls_are_told_so(cluster: Cluster) -> None:
+    first, second = cluster.run(2, call_differently)
+    assert first == second and len(first) == 3
+    assert "workers make different calls (rank 0: evaluate, rank 1: compute the digest)" in first[0]
+    assert "(rank 0: train, rank 1: compute the digest)" in first[1]
+    assert "workers make different calls" in first[2]
+
+
 def interrupt_once(schedule: str, tier: str) -> tuple[str, str]:
     """Ctrl-C in the middle of a step, and then the same iterator is gone on with."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -106,14 +168,14 @@ def interrupt_once(schedule: str, tier: str) -> tuple[str, str]:
 
     try:
         source = batches(features, case_of(schedule, tier), trainer.rank, trainer.world)
-        trainer._engine.around = around
+        trainer.around = around
         try:
             trainer.fit(source)
             told = ""
         except KeyboardInterrupt as error:
             told = str(error)
         assert not [t for t in threading.enumerate() if t.name in ("nestpipe-comm", "nestpipe-store", "nestpipe-keys")]
-        trainer._engine.around = None
+        trainer.around = None
         trainer.fit(source)
         return told, trainer.digest()
     finally:
@@ -139,17 +201,17 @@ def interrupt_twice(schedule: str) -> list[str]:
             while not trainer._ops.stop_asked:  # until it has been heard
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
-            while not trainer._engine._lanes._stop_all:
+            while not trainer._training.engine._lanes._stop_all:
                 time.sleep(0.01)
         work()
 
     told = []
     try:
         source = batches(features, case_of(schedule, "memory"), trainer.rank, trainer.world)
-        trainer._engine.around = around
+        trainer.around = around
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(source)
-        trainer._engine.around = None
+        trainer.around = None
         for call in (trainer.digest, lambda: trainer.fit(source)):
             try:
                 call()
@@ -202,7 +264,7 @@ def test_pauses_come_at_steps_that_the_result_names() -> None:
     paused: list[int] = []
 
     def on_step(result: Any) -> None:
-        if trainer._engine.in_flight == 0 and result.step < STEPS:
+        if trainer._training.engine.in_flight == 0 and result.step < STEPS:
             paused.append(result.step)
 
     try:

@@ -1,0 +1,31 @@
+"""Digest: one hash over all that training has made, to compare runs bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nestpipe.engine.step import Store
+from nestpipe.exchange.transport import Transport
+
+
+def digest(stores: Sequence[Store], model: nn.Module, transport: Transport) -> str:
+    """Of every table's (key, row, optimizer state), in any order and on any number of workers, and the model's weights."""
+    sums = np.array([store.digest() for store in stores], np.uint64)
+    sums = transport.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
+    total = hashlib.blake2b(digest_size=16)
+    by_name = sorted(zip((store.table.name for store in stores), sums.tolist(), strict=True))
+    for name, (a, b) in by_name:
+        total.update(f"{name} {a:016x} {b:016x};".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):  # get_extra_state
+            total.update(f"{name} {json.dumps(tensor, sort_keys=True)};".encode())
+            continue
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
