@@ -34,8 +34,8 @@ class Jagged:
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int | float]], *, dtype: torch.dtype = torch.int64) -> Jagged:
         """`Jagged.from_lists([[3, 5], [], [9]])`."""
-        lengths = torch.tensor([len(one) for one in lists], dtype=torch.int64)
-        values = torch.tensor([value for one in lists for value in one], dtype=dtype)
+        lengths = torch.tensor([len(entries) for entries in lists], dtype=torch.int64)
+        values = torch.tensor([entry for entries in lists for entry in entries], dtype=dtype)
         return cls.from_lengths(values, lengths)
 
     @classmethod

@@ -183,7 +183,8 @@ def _train(arguments: argparse.Namespace) -> int:
             if arguments.resume and arguments.out is None:
                 raise ValueError("--resume needs the run folder to go on in: --out RUN")
             parsed = config.read(arguments.config, overrides)
-            check_writable(arguments.json, folder=folder)
+            check_writable(arguments.json)
+            run.check_places(parsed, folder)
             if not arguments.resume:
                 run.check_unused(parsed, folder)
 
@@ -389,7 +390,7 @@ def _worker(work: Any) -> int:
 
 def _guard(work: Any, rank: int) -> int:
     """0, or 1 after telling the user what went wrong and what to do."""
-    from nestpipe.errors import TrainingError
+    from nestpipe.errors import StorageError, TrainingError
     from nestpipe.run import Stopped
 
     try:
@@ -400,7 +401,7 @@ def _guard(work: Any, rank: int) -> int:
         return STOPPED
     except TrainingError as error:
         if error.is_ours:
-            if not isinstance(error.__cause__, (ValueError, TimeoutError, MemoryError, type(None))):
+            if not isinstance(error.__cause__, (ValueError, TimeoutError, MemoryError, StorageError, type(None))):
                 traceback.print_exception(error.__cause__)  # not one of ours: where it was raised is what helps
             print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
         else:
@@ -440,9 +441,11 @@ def _lost_contact(error: BaseException) -> bool:
 def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
     from nestpipe.run import in_words
 
+    before = result["resumed_after"]
     print(
-        f"{result['steps']} steps, {result['samples']:,} samples in {result['seconds']:.1f} s "
-        f"({result['samples_per_second']:,.0f} samples/s); loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
+        f"{result['steps']} steps{f', {before} of them before it was resumed; since then' if before else ','} "
+        f"{result['samples']:,} samples in {result['seconds']:.1f} s ({result['samples_per_second']:,.0f} samples/s); "
+        f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
     )
     for name, table in result["tables"].items():
         print(

@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,8 +39,11 @@ def describe(error: BaseException) -> str:
     if isinstance(error, TrainingError):
         return str(error)
     made_for_users = isinstance(error, (ValueError, TimeoutError, StorageError)) and str(error)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = _users([frame.filename for frame in frames])
+    where = (
+        f" (at {frames[users[-1]].filename}:{frames[users[-1]].lineno}, in {frames[users[-1]].name})" if users else ""
+    )
     text = (str(error) if made_for_users else f"{type(error).__name__}: {error}") + where
     return "; ".join([text, *getattr(error, "__notes__", ())])
 
@@ -48,24 +52,34 @@ def from_the_users_line(error: BaseException) -> BaseException:
     """The same, with tracebacks that begin at the user's own code; what led there (threads, schedules, torch) is left out."""
     seen: BaseException | None = error
     while seen is not None:
+        traces: list[TracebackType] = []
         trace = seen.__traceback__
-        while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
+        while trace is not None:
+            traces.append(trace)
             trace = trace.tb_next
-        seen.__traceback__ = trace if trace is not None else _last(seen.__traceback__)
+        if traces:
+            users = _users([trace.tb_frame.f_code.co_filename for trace in traces])
+            seen.__traceback__ = traces[users[0] if users else -1]
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return error
 
 
-def _last(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
-
-
-def _is_users(filename: str) -> bool:
+def _users(filenames: Sequence[str]) -> list[int]:
+    """Which of the files are the user's own. If none is, those of installed packages: a model may come in one."""
     torch = sys.modules.get("torch")
-    ours = [str(Path(module).parent) + os.sep for module in (__file__, torch and torch.__file__) if module]
-    return not filename.startswith(("<", *ours))
+    ours = tuple(str(Path(module).parent) + os.sep for module in (__file__, torch and torch.__file__) if module)
+    python = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+    own, installed = [], []
+    for index, name in enumerate(filenames):
+        if name.startswith(("<", *ours)):
+            continue
+        if {"site-packages", "dist-packages"} & set(
+            Path(name).parts
+        ):  # which mostly lie inside the standard library's folder
+            installed.append(index)
+        elif not name.startswith(python):
+            own.append(index)
+    return own or installed
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -137,13 +137,13 @@ class NDCG:
         """Ranks [B] of the targets, 1 for the first."""
         _check_ranks(ranks)
         hits = ranks[ranks <= self.k].cpu()
-        found = torch.bincount(hits - 1, minlength=self.k).tolist()
-        self._at_rank = [a + b for a, b in zip(self._at_rank, found, strict=True)]
+        more = torch.bincount(hits - 1, minlength=self.k).tolist()
+        self._at_rank = [a + b for a, b in zip(self._at_rank, more, strict=True)]
         self._count += len(ranks)
 
     def compute(self, *, group: Any = None) -> float:
         count, *at_rank = _sum_over_workers([self._count, *self._at_rank], group)
-        gain = math.fsum(found / math.log2(2 + place) for place, found in enumerate(at_rank))
+        gain = math.fsum(hits / math.log2(2 + place) for place, hits in enumerate(at_rank))
         return gain / count if count else math.nan
 
 

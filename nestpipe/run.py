@@ -7,11 +7,12 @@ import functools
 import itertools
 import logging
 import math
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,13 +29,14 @@ from nestpipe.data.dataset import skip
 from nestpipe.engine.context import StepResult
 from nestpipe.engine.evaluation import judge_losses, judge_ranking
 from nestpipe.errors import Stopped, TrainingError, did_you_mean
-from nestpipe.files import plain, write_json
+from nestpipe.files import check_writable, plain, write_json
 from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy
 from nestpipe.process import join_group
 from nestpipe.tables import Table
 from nestpipe.trainer import FitResult, Trainer
 
 CHECKPOINT = "final"
+CHECKPOINTS = "checkpoints"  # those before it, unless train.checkpoints names another folder
 NEXT = "final-next"  # what will take its place, complete, until the one before is out of the way
 PASSING = 0.01  # of train.timeout, that a resumed run may take for each batch that it passes over
 TRIED = 8  # samples that an evaluation is tried with before the training
@@ -76,6 +78,7 @@ def train(
     record: keeps what ran when, for `nestpipe trace`. resume: goes on from the newest sound checkpoint of the run folder, if
     there is one; without it the folder must have no run in it. SIGTERM saves a checkpoint and raises Stopped.
     """
+    check_places(config, folder)
     if not resume:
         check_unused(config, folder)
     if _reads_in_process(config):
@@ -115,22 +118,30 @@ def _train(
             _replace_final(folder)
         write_json(folder / "config.json", config.to_dict())
 
+    def save_somewhere() -> Path:
+        """Where checkpoints belong, or if that fails in the run folder."""
+        name = folder_of(trainer.steps)
+        try:
+            return _save_once(trainer, saved / name)
+        except TrainingError as error:
+            if saved == folder / CHECKPOINTS:
+                raise
+            if first:
+                log.warning(f"{saved / name} cannot be saved, {folder / CHECKPOINTS} takes its place: {error}")
+            return _save_once(trainer, folder / CHECKPOINTS / name)
+
     def leave() -> NoReturn:
         """After a signal: with all that was trained on saved."""
         if not trainer.steps:
             raise Stopped("stopped by a signal before the first step; there is nothing to save")
-        path = saved / folder_of(trainer.steps)
-        if trainer.steps == begun and loaded is not None:
-            path = loaded
-        elif not trainer.workers.from_first(path.exists()):
-            trainer.save(path)
+        path = loaded if trainer.steps == begun and loaded is not None else save_somewhere()
         raise Stopped(f"stopped by a signal after step {trainer.steps}; saved to {path}; go on with --resume")
 
     def judge(split: str) -> dict[str, float] | None:
         """None if a worker is asked to stop meanwhile."""
         try:
             return evaluate_split(trainer, built, config, split)
-        except TrainingError:
+        except (TrainingError, Stopped):
             if trainer.workers.any(trainer.stop_asked):
                 return None
             raise
@@ -193,7 +204,7 @@ def _train(
                 curves.metrics(split, metrics, trainer.steps)
             if record and not finished:
                 trainer.workers.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
-            result = {**_told(trainer, config, fitted), "metrics": metrics}
+            result = {**_told(trainer, config, fitted, begun), "metrics": metrics}
 
             def write() -> None:
                 if not (finished and (folder / "result.json").exists()):
@@ -211,8 +222,9 @@ def _train(
     return result
 
 
-def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]:
-    """What a run tells of its training."""
+def _told(trainer: Trainer, config: Config, fitted: FitResult, begun: int) -> dict[str, Any]:
+    """What a run tells of its training: `steps` of all of it, the other figures of the `session_steps` since it was started or
+    resumed."""
     tables = {
         name: {**stats._asdict(), "bytes_per_row": stats.bytes_per_row} for name, stats in trainer.table_stats().items()
     }
@@ -220,7 +232,9 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]
         "schedule": config.schedule.name,
         "micro_batches": trainer.micro_batches,
         "workers": trainer.world,
-        "steps": fitted.steps,
+        "steps": trainer.steps,
+        "resumed_after": begun,
+        "session_steps": fitted.steps,
         "samples": fitted.samples,
         "seconds": fitted.seconds,
         "samples_per_second": fitted.samples_per_second,
@@ -233,8 +247,20 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult) -> dict[str, Any]
     }
 
 
+def _save_once(trainer: Trainer, path: Path) -> Path:
+    if not trainer.workers.from_first(os.path.exists(path)):  # not Path.exists, which raises where it may not look
+        trainer.save(path)
+    return path
+
+
 def checkpoint_folder(config: Config, folder: Path) -> Path:
-    return folder / "checkpoints" if config.train.checkpoints is None else Path(config.train.checkpoints)
+    return folder / CHECKPOINTS if config.train.checkpoints is None else Path(config.train.checkpoints)
+
+
+def check_places(config: Config, folder: Path) -> None:
+    """Raises ValueError if the run could not be written where it belongs: itself, its checkpoints, its tables on disk."""
+    for place in (folder, checkpoint_folder(config, folder), Path(config.train.storage or folder)):
+        check_writable(folder=place)
 
 
 def check_unused(config: Config, folder: Path) -> None:
@@ -245,10 +271,9 @@ def check_unused(config: Config, folder: Path) -> None:
                 f"{folder} has a run in it already ({name}): go on with it by --resume (from the beginning, if it has saved "
                 f"nothing yet), or choose another --out"
             )
-    saved = checkpoint_folder(config, folder)
-    for path in complete(saved):
+    for path in (*complete(checkpoint_folder(config, folder)), *complete(folder / CHECKPOINTS)):
         raise ValueError(
-            f"{saved} has checkpoints of a run ({path.name}): go on with it by --resume, or choose another --out or "
+            f"{path.parent} has checkpoints of a run ({path.name}): go on with it by --resume, or choose another --out or "
             f"train.checkpoints"
         )
 
@@ -267,14 +292,17 @@ def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float
 def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -> dict[str, float]:
     """HR@k and NDCG@k for a model that ranks candidates, AUC and normalized entropy for one that predicts clicks."""
     settings = config.train
-    batches = _unless_stopped(trainer, _judged(built, config, split, rank=trainer.rank, world=trainer.world))
+    # What goes wrong with the data of one worker must reach all: batches are made where they are read, in the loader's thread.
+    judged = functools.partial(_judged, built, config, split, rank=trainer.rank, world=trainer.world)
+    batches = _unless_stopped(trainer, judged)
     if not _ranks(built):
         return trainer.evaluate(batches, _click_metrics())
     history, table = _history(built)
+    make: Callable[[], torch.Tensor] = built.data.candidates  # type: ignore[attr-defined]
     return trainer.evaluate_ranking(
         batches,
         table=table.name,
-        candidates=built.data.candidates(),  # type: ignore[attr-defined]
+        candidates=trainer.workers.wait_for(make, what="candidates", limit=settings.timeout),
         ks=settings.rank_at,
         history=history,
         exclude_seen=settings.exclude_seen,
@@ -291,8 +319,8 @@ def _click_metrics() -> dict[str, Any]:
     return {"AUC": AUC(), "NE": NormalizedEntropy()}
 
 
-def _unless_stopped(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
-    for batch in batches:
+def _unless_stopped(trainer: Trainer, batches: Callable[[], Iterable[Batch]]) -> Iterator[Batch]:
+    for batch in batches():
         if trainer.stop_asked:
             raise Stopped("asked to stop during an evaluation")
         yield batch
@@ -416,7 +444,9 @@ def _resume(trainer: Trainer, folder: Path, saved: Path) -> Path | None:
 
 def _newest_first(folder: Path, saved: Path) -> list[Path]:
     """All that a run can go on from; of the same step, the one that would be evaluated first."""
-    places = [(manifests.step_of(path.name), 0, path) for path in complete(saved)]
+    # Checkpoints are also in the run folder if they could not be saved where they belong.
+    paths = dict.fromkeys((*complete(saved), *complete(folder / CHECKPOINTS)))
+    places = [(manifests.step_of(path.name), 0, path) for path in paths]
     for order, path in enumerate((folder / CHECKPOINT, folder / NEXT), 1):
         if path.exists():
             try:

@@ -450,14 +450,14 @@ class Trainer:
         plan = self._ops.plan
         names = [store.table.name for store in self.stores]
         measured = self.micro_batches if self._training.setting.is_auto and self._training.tuning is None else None
-        settings = {
-            "lr_factor": self._lr_factor,
-            "pooled_at_owner": dict(zip(names, plan.at_owner, strict=True)),
-            "micro_batches": measured,
-            "config": self.config,
-            "run": self._run_id,
-            "owners": {name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
-        }
+        settings = saved.Settings(
+            lr_factor=self._lr_factor,
+            pooled_at_owner=dict(zip(names, plan.at_owner, strict=True)),
+            owners={name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
+            micro_batches=measured,
+            config=self.config,
+            run=self._run_id,
+        )
         return saved.Content(self.stores, self._dense, self.steps, self.position, settings, base)
 
     def load(self, path: str | Path, *, tables: Sequence[str] | None = None) -> None:
@@ -483,25 +483,25 @@ class Trainer:
             self._calls.pop()
         settings = loaded.settings
         if tables is None:
-            self._run_id = settings.get("run")
+            self._run_id = settings.run
         # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
         same = len(loaded.positions) == self.world
         training.start_at(loaded.step, loaded.positions[self.rank] if same else sum(loaded.positions) // self.world)
         if loaded.torch_rng is not None:
             saved.set_torch_rng(loaded.torch_rng)
         # Those of the dense optimizer have come with it: a scheduler of the user's own may have set them.
-        self._scale_row_lr(settings["lr_factor"])
-        if training.tuning is not None and settings.get("micro_batches"):  # measured before
+        self._scale_row_lr(settings.lr_factor)
+        if training.tuning is not None and settings.micro_batches:  # measured before
             training.tuning = None
-            training.cut_into(settings["micro_batches"])
+            training.cut_into(settings.micro_batches)
             if self.workers.is_first:
                 process.tell(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
         plan = self._ops.plan
         for k in plan.undecided:
             name = plan.tables[k].name
             # What is best with one owner is no guide for several.
-            if len(settings["owners"].get(name) or ()) != 1 or len(plan.owners[k]) == 1:
-                plan.resume(k, settings["pooled_at_owner"].get(name))
+            if len(settings.owners.get(name) or ()) != 1 or len(plan.owners[k]) == 1:
+                plan.resume(k, settings.pooled_at_owner.get(name))
 
     def _load_rows(self, path: Path, tables: Sequence[str] | None) -> saved.Loaded:
         """All or nothing: after a failure tables, and who owns them, are as they were."""

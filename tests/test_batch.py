@@ -27,7 +27,7 @@ def test_lists_go_into_a_jagged_and_come_back(lists: list[list[int]]) -> None:
     jagged = Jagged.from_lists(lists)
     assert jagged.values.dtype == jagged.offsets.dtype == torch.int64
     assert len(jagged) == len(lists)
-    assert jagged.lengths.tolist() == [len(one) for one in lists]
+    assert jagged.lengths.tolist() == [len(entries) for entries in lists]
     assert jagged.to_lists() == lists
 
 
@@ -89,7 +89,7 @@ def test_a_slice_of_a_slice_is_right() -> None:
 @given(lists_of_keys)
 @few
 def test_sample_ids_name_the_list_of_every_value(lists: list[list[int]]) -> None:
-    expected = [sample for sample, one in enumerate(lists) for _ in one]
+    expected = [sample for sample, entries in enumerate(lists) for _ in entries]
     assert Jagged.from_lists(lists).sample_ids().tolist() == expected
 
 
@@ -97,9 +97,9 @@ def test_sample_ids_name_the_list_of_every_value(lists: list[list[int]]) -> None
 @few
 def test_to_padded_fills_up_short_lists_and_cuts_long_ones(lists: list[list[int]], length: int | None) -> None:
     padded = Jagged.from_lists(lists).to_padded(length, value=-1)
-    width = max((len(one) for one in lists), default=0) if length is None else length
+    width = max((len(entries) for entries in lists), default=0) if length is None else length
     assert padded.shape == (len(lists), width)
-    assert padded.tolist() == [(one + [-1] * width)[:width] for one in lists]
+    assert padded.tolist() == [(entries + [-1] * width)[:width] for entries in lists]
 
 
 REDUCTIONS = {

@@ -19,7 +19,7 @@ from nestpipe import Batch, Output, Trainer, run
 from nestpipe.checkpoint import complete, manifest, problems
 from nestpipe.checkpoint.manifest import folder_of
 from nestpipe.config import Config
-from nestpipe.data import SyntheticClicks, dataset
+from nestpipe.data import SyntheticClicks, SyntheticSequences, dataset
 from nestpipe.errors import TrainingError
 from tests.behaviour.test_resume import CLICKS, SEQUENCES, configured, train, with_nan
 from tests.checkpoint.test_background import Patched
@@ -73,6 +73,41 @@ def test_a_validation_that_fails_is_told_and_training_goes_on(tmp_path: Path, ca
         result = train(configured(train={"eval_every": 4}), tmp_path / "run")
     assert "the evaluation after step 4 failed, training goes on: rank 0, batch 3: the feed broke" in caplog.text
     assert result["digest"] == train(configured(), tmp_path / "whole")["digest"]
+
+
+def trained(config: Config, folder: Path) -> str:
+    return str(train(config, folder)["digest"])
+
+
+def lose_the_data_of_one(config: Config, folder: Path, what: str) -> tuple[str, list[str]]:
+    """From its second use on, by the last worker."""
+    calls: list[str] = []
+    told: list[str] = []
+    original = getattr(SyntheticSequences, what)
+
+    def lost(self: SyntheticSequences, *args: Any, **options: Any) -> Any:
+        is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        if args != ("train",) and is_last:
+            calls.append(what)
+            if len(calls) == 2:  # before it, the first look or the first validation
+                raise OSError(5, "Input/output error")
+        return original(self, *args, **options)
+
+    with Patched(SyntheticSequences, what, lost), Patched(run.log, "warning", told.append):
+        return train(config, folder)["digest"], [text for text in told if "the evaluation after" in text]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("what", ["candidates", "batches"])
+def test_validation_data_that_is_lost_on_one_worker_ends_no_training(
+    cluster: Cluster, tmp_path: Path, what: str, world: int
+) -> None:
+    config = configured(SEQUENCES, train={"eval_every": 3, "eval_split": "none"})
+    expected = cluster.run(world, trained, config, tmp_path / "whole")
+    results = cluster.run(world, lose_the_data_of_one, config, tmp_path / "run", what)
+    assert [digest for digest, _ in results] == expected
+    (told,) = results[0][1]
+    assert f"failed, training goes on: rank {world - 1}, " in told and "Input/output error" in told
 
 
 def test_curves_that_cannot_be_written_do_not_end_the_training(

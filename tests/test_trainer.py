@@ -685,6 +685,41 @@ def test_a_used_metric_that_cannot_be_reset_is_refused_on_every_worker(cluster: 
         assert "reset()" in message
 
 
+def test_one_metric_under_two_names_is_refused() -> None:
+    trainer, auc = make_trainer(Scorer()), AUC()
+    with pytest.raises(TrainingError, match=r"metrics 'a' and 'b' are one and the same object.* make one for each"):
+        trainer.evaluate([batch_of(range(5))], {"a": auc, "b": auc})
+
+
+class OfSlots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        self.count += len(predictions)
+
+    def compute(self, group: Any = None) -> float:
+        return self.count
+
+
+class OfSlotsAnew(OfSlots):
+    __slots__ = ()
+
+    def reset(self) -> None:
+        self.count = 0
+
+
+def test_a_metric_that_nobody_can_remember_needs_a_reset() -> None:
+    trainer = make_trainer(Scorer())
+    with pytest.raises(TrainingError, match=r"metric 'count' \(OfSlots\) has no reset\(\), .*__slots__"):
+        trainer.evaluate([batch_of(range(5))], {"count": OfSlots()})
+    again = OfSlotsAnew()
+    for _ in range(2):
+        assert trainer.evaluate([batch_of(range(5))], {"count": again})["count"] == 5
+
+
 class Ranker(nn.Module):
     def query(self, batch: Batch, rows: dict[str, Any]) -> Tensor:
         listed = rows["list"]

@@ -6,13 +6,15 @@
     table-NAME.I-of-W.safetensors       worker I's keys and records (values, optimizer state, counters)
     state.I-of-W.json                   worker I's place in its data, and its random state
 
-Tables are written and read in blocks: one may be larger than memory. `saving` writes, in the foreground or while training goes
-on, `loading` reads on any number of workers, `manifest` says what is sound, `commands` are for the command line.
+Tables are written and read in blocks: one may be larger than memory. `saving` writes while training waits, `background`
+while it goes on, `loading` reads on any number of workers, `manifest` says what is sound, `commands` are for the command line.
 """
 
+from nestpipe.checkpoint.background import Background
 from nestpipe.checkpoint.loading import Loaded, load, set_torch_rng
 from nestpipe.checkpoint.manifest import Base, Damaged, complete, folder_of, problems
-from nestpipe.checkpoint.saving import Background, Content, save
+from nestpipe.checkpoint.saving import Content, save
+from nestpipe.checkpoint.settings import Settings
 
 __all__ = [
     "Background",
@@ -20,6 +22,7 @@ __all__ = [
     "Content",
     "Damaged",
     "Loaded",
+    "Settings",
     "complete",
     "folder_of",
     "load",

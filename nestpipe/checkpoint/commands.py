@@ -11,6 +11,7 @@ import numpy as np
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import Manifest, table_file
 from nestpipe.errors import did_you_mean
+from nestpipe.files import whole
 from nestpipe.tensorfile import TensorReader
 
 ROWS = 1 << 16  # of a row group in Parquet
@@ -19,7 +20,7 @@ ROWS = 1 << 16  # of a row group in Parquet
 def inspect(path: Path) -> str:
     """The manifest in words; nothing but headers is read."""
     if not (path / manifests.MANIFEST).exists() and manifests.complete(path):
-        return "\n".join(_line(one) for one in manifests.complete(path))
+        return "\n".join(_line(checkpoint) for checkpoint in manifests.complete(path))
     newest = manifests.chain(path)[0]
     kind = "all rows" if newest.base is None else f"rows changed since {newest.base.name}, which it needs"
     lines = [
@@ -32,7 +33,7 @@ def inspect(path: Path) -> str:
             f"table {table['name']}: {held}, dim {table['dim']}, {table['dtype'].removeprefix('torch.')}, "
             f"{table['optimizer']}, {table['updates']:,} updates"
         )
-    for section, entries in (newest.settings.get("config") or {}).items():
+    for section, entries in (newest.settings.config or {}).items():
         lines.append(
             f"config [{section}]: " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in entries.items())
         )
@@ -44,12 +45,11 @@ def inspect(path: Path) -> str:
 
 def _line(path: Path) -> str:
     try:
-        one = manifests.read(path)
+        manifest = manifests.read(path)
     except manifests.Damaged as error:
         return f"{path.name}: {error}"
-    return f"{path.name}: {one.num_bytes / 1e6:,.1f} MB, " + (
-        "full" if one.base is None else f"changes since {one.base.name}"
-    )
+    kind = "full" if manifest.base is None else f"changes since {manifest.base.name}"
+    return f"{path.name}: {manifest.num_bytes / 1e6:,.1f} MB, {kind}"
 
 
 def _counts(manifest: Manifest, name: str) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def _counts(manifest: Manifest, name: str) -> tuple[int, int]:
 def verify(path: Path) -> list[str]:
     """What is wrong with a checkpoint, or with those in a folder; nothing: all is sound."""
     paths = [path] if (path / manifests.MANIFEST).exists() or not manifests.complete(path) else manifests.complete(path)
-    return [problem for one in paths for problem in manifests.problems(one)]
+    return [problem for checkpoint in paths for problem in manifests.problems(checkpoint)]
 
 
 def export(path: Path, table: str, out: Path) -> int:
@@ -73,23 +73,18 @@ def export(path: Path, table: str, out: Path) -> int:
     import pyarrow.parquet as pq
 
     chain = manifests.require_sound(path)
-    declared = {one["name"]: one for one in chain[0].tables}
+    declared = {entry["name"]: entry for entry in chain[0].tables}
     if table not in declared:
         raise ValueError(f"{path} has no table {table!r}, {did_you_mean(table, list(declared))}")
     dim, half = int(declared[table]["dim"]), declared[table]["dtype"] == "torch.bfloat16"
     schema = pa.schema([("key", pa.int64()), ("values", pa.list_(pa.float32(), dim))])
-    partial, rows = out.with_name(f".{out.name}.partial"), 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with pq.ParquetWriter(partial, schema) as writer:
-            for keys, records in _rows(chain, table):
-                values = _values(records, dim, half)
-                columns = [pa.array(keys), pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)]
-                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-                rows += len(keys)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    rows = 0
+    with whole(out) as partial, pq.ParquetWriter(partial, schema) as writer:
+        for keys, records in _rows(chain, table):
+            values = _values(records, dim, half)
+            columns = [pa.array(keys), pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            rows += len(keys)
     return rows
 
 

@@ -7,7 +7,7 @@ import base64
 import binascii
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,8 @@ from nestpipe.checkpoint.manifest import (
     table_file,
 )
 from nestpipe.checkpoint.saving import declared
-from nestpipe.engine.dense import Dense
+from nestpipe.checkpoint.settings import Settings
+from nestpipe.engine.dense import Dense, remember
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.store.table_store import TableStore
@@ -43,7 +44,7 @@ class Loaded:
     torch_rng: of this worker, where there were as many workers then."""
 
     step: int
-    settings: Mapping[str, Any]
+    settings: Settings
     positions: Sequence[int]
     torch_rng: bytes | None
 
@@ -63,26 +64,43 @@ def load(
     wanted = _alike(transport, lambda: _wanted(chain[0], stores, tables))
     _alike(transport, lambda: _check(chain, transport))
     _alike(transport, lambda: _check_rows(chain, transport))
+    positions, rng = _alike(transport, lambda: _read_states(chain[0], transport))
     put_dense = _alike(transport, lambda: _read_dense(chain[0].path, dense))
     for store in wanted:
         place(store.table.name, _owners(chain[0], store, transport))
-    loaded: list[Loaded] = []
-    transport.together(lambda: loaded.append(_read_all(chain, wanted, transport)), what="checkpoint")
-    put_dense()  # when nothing can go wrong any more
-    return loaded[0]
+    transport.together(lambda: _read_all(chain, wanted, transport), what="checkpoint")
+    _put_or_undo(put_dense, dense, transport)
+    return Loaded(chain[0].step, chain[0].settings, positions, rng)
 
 
 def _alike(transport: Transport, work: Callable[[], T]) -> T:
-    """What goes wrong on a worker is raised on all, in the words of the first: files are mostly the same for all of them."""
-    problem: ValueError | None = None
+    """What goes wrong on a worker is raised on all. Where a checkpoint is to blame, in the words of the first: files are mostly
+    the same for all of them."""
+    problem: Exception | None = None
     try:
         result = work()
-    except ValueError as error:
+    except Exception as error:
         problem = error
-    told = transport.gather_objects(None if problem is None else (isinstance(problem, Damaged), str(problem)))
+    blames = isinstance(problem, ValueError)
+    told = transport.gather_objects((isinstance(problem, Damaged), str(problem)) if blames else None)
     for damaged, text in filter(None, told):
         raise (Damaged if damaged else ValueError)(text)
+    transport.raise_together(problem, what="checkpoint")
     return result
+
+
+def _put_or_undo(put_dense: Callable[[], None], dense: Dense, transport: Transport) -> None:
+    """The model may have code of its own that takes its state, and that may fail, on one worker too: then nothing has changed
+    on any."""
+    put_back, optimizer = remember(dense.model), dense.optimizer
+    before = None if optimizer is None else (optimizer.state, [dict(group) for group in optimizer.param_groups])
+    try:
+        transport.together(put_dense, what="checkpoint")
+    except BaseException:
+        put_back()
+        if optimizer is not None and before is not None:
+            optimizer.state, optimizer.param_groups = before
+        raise
 
 
 def _check(chain: Sequence[Manifest], transport: Transport) -> None:
@@ -128,33 +146,42 @@ def _wanted(manifest: Manifest, stores: Sequence[TableStore], tables: Sequence[s
     return [here[name] for name in names]
 
 
-def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport: Transport) -> Loaded:
+def _read_states(manifest: Manifest, transport: Transport) -> tuple[list[int], bytes | None]:
+    """Every worker's place in its data; and this one's generator, if there were as many workers then."""
+    world = manifest.world
+    states = [json.loads((manifest.path / state_file(rank, world)).read_text()) for rank in range(world)]
+    rng = None
+    if world == transport.world:
+        try:
+            rng = base64.b64decode(states[transport.rank]["torch_rng"])
+            torch.Generator().set_state(_as_state(rng))  # one that is of no account
+        except (RuntimeError, binascii.Error) as error:
+            raise Damaged(f"the random state of the checkpoint is of another version of torch: {error}") from None
+    return [int(state["position"]) for state in states], rng
+
+
+def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport: Transport) -> None:
     newest = chain[0]
-    path, world = newest.path, newest.world
-    states = [json.loads((path / state_file(rank, world)).read_text()) for rank in range(world)]
-    rng = base64.b64decode(states[transport.rank]["torch_rng"]) if world == transport.world else None
     saved = {table["name"]: table for table in newest.tables}
     for store in stores:
         for worker in _writers(newest, store, transport):
-            _load_table(newest.path / table_file(store.table.name, worker, world), store, transport)
+            _load_table(newest.path / table_file(store.table.name, worker, newest.world), store, transport)
         if len(chain) > 1:
             _load_unchanged(chain, store, transport)
         # The last step is the last one that was trained on.
         store.resume(updates=saved[store.table.name]["updates"], step=max(0, newest.step - 1))
-    return Loaded(newest.step, newest.settings, [int(state["position"]) for state in states], rng)
 
 
-def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> list[int] | None:
+def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> Sequence[int] | None:
     """The workers that held a table, or all if there were others; None if that was still to be decided."""
-    owners = manifest.settings["owners"].get(store.table.name)
+    owners = manifest.settings.owners.get(store.table.name)
     return owners if owners is None or manifest.world == transport.world else list(range(transport.world))
 
 
 def _writers(manifest: Manifest, store: TableStore, transport: Transport) -> list[int]:
     """Workers whose files may hold rows of this one: all of them, unless it has the same part now as then."""
-    same = manifest.world == transport.world and manifest.settings.get("owners", {}).get(store.table.name) == (
-        store.owners.tolist()
-    )
+    owners = manifest.settings.owners.get(store.table.name)
+    same = manifest.world == transport.world and owners == store.owners.tolist()
     return [transport.rank] if same else list(range(manifest.world))
 
 
@@ -227,9 +254,9 @@ def _read_dense(path: Path, dense: Dense) -> Callable[[], None]:
     optimizer, state = dense.optimizer, None if dense.optimizer is None else _read_optimizer(path, dense.optimizer)
 
     def put() -> None:
+        dense.model.load_state_dict(weights)
         if optimizer is not None:
             optimizer.load_state_dict(state)  # type: ignore[arg-type]
-        dense.model.load_state_dict(weights)
 
     return put
 
@@ -262,7 +289,9 @@ def _read_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def set_torch_rng(state: bytes) -> None:
-    try:
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    except (RuntimeError, binascii.Error) as error:
-        raise Damaged(f"the random state of the checkpoint is of another version of torch: {error}") from None
+    """As `load` has returned it."""
+    torch.set_rng_state(_as_state(state))
+
+
+def _as_state(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from nestpipe.checkpoint.settings import Settings
 from nestpipe.tensorfile import TensorReader
 
 FORMAT = 3
@@ -53,14 +54,14 @@ class Base:
 class Manifest:
     """path: the checkpoint's folder. crc: of the manifest itself, where it was read.
     base: where rows lie that have not changed since; None: this one is full.
-    tables: what was declared of each; settings: what the trainer wants back. files: {name: (bytes, CRC-32)}.
+    tables: what was declared of each. files: {name: (bytes, CRC-32)}.
     """
 
     path: Path
     step: int
     world: int
     tables: Sequence[Mapping[str, Any]]
-    settings: Mapping[str, Any]
+    settings: Settings
     files: Mapping[str, tuple[int, int]]
     base: Base | None = None
     crc: int = 0
@@ -106,7 +107,7 @@ def write(manifest: Manifest) -> int:
         "world": manifest.world,
         "base": None if base is None else {"name": base.name, "crc32": f"{base.crc:08x}"},
         "tables": list(manifest.tables),
-        "settings": manifest.settings,
+        "settings": manifest.settings.to_json(),
         "files": {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in manifest.files.items()},
     }
     text = (json.dumps(values, indent=1) + "\n").encode()
@@ -146,34 +147,34 @@ def read(path: Path) -> Manifest:
     if told != f"{zlib.crc32(text):08x}\n".encode():
         raise Damaged(f"{path / MANIFEST} is damaged: it does not fit its checksum in {SUM}; {again}")
     try:
-        found = Manifest(
+        manifest = Manifest(
             path=path,
             step=_whole(values["step"], 0),
             world=_whole(values["world"], 1),
             base=_base(values["base"], path, kind),
             crc=zlib.crc32(text),
-            tables=[_table(one) for one in values["tables"]],
-            settings=_settings(values["settings"]),
-            files={name: (_whole(one["bytes"], 0), int(one["crc32"], 16)) for name, one in values["files"].items()},
+            tables=[_table(table) for table in values["tables"]],
+            settings=Settings.from_json(values["settings"]),
+            files={name: (_whole(file["bytes"], 0), int(file["crc32"], 16)) for name, file in values["files"].items()},
         )
-        if found.world > len(found.files):  # each has at least one; said before a large number is counted up to
-            raise ValueError(f"it names {len(found.files)} files of {found.world} workers")
-        ranks = range(found.world)
-        for table, owners in found.settings["owners"].items():  # None: not decided yet
+        if manifest.world > len(manifest.files):  # each has at least one; said before a large number is counted up to
+            raise ValueError(f"it names {len(manifest.files)} files of {manifest.world} workers")
+        ranks = range(manifest.world)
+        for table, owners in manifest.settings.owners.items():  # None: not decided yet
             if owners is not None and not (
                 owners and all(type(worker) is int and worker in ranks for worker in owners)
             ):
                 raise ValueError(f"the owners of table {table!r:.40} are {owners!r:.80}")
-        tables = [table_file(table["name"], rank, found.world) for table in found.tables for rank in ranks]
-        needed = {DENSE, *tables, *(state_file(rank, found.world) for rank in ranks)}
-        for name in sorted(needed ^ set(found.files)):
+        tables = [table_file(table["name"], rank, manifest.world) for table in manifest.tables for rank in ranks]
+        needed = {DENSE, *tables, *(state_file(rank, manifest.world) for rank in ranks)}
+        for name in sorted(needed ^ set(manifest.files)):
             if name not in (OPTIMIZER, OPTIMIZER_SETTINGS):  # a model without parameters has none
                 raise ValueError(f"the file {name} {'is not named' if name in needed else 'belongs to nothing'}")
     except Damaged:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise Damaged(f"{path / MANIFEST} is not what nestpipe writes ({error!r:.200}); {again}") from None
-    return found
+    return manifest
 
 
 def _whole(value: Any, least: int) -> int:
@@ -201,17 +202,6 @@ def _table(value: Any) -> dict[str, Any]:
     for entry, kind in kinds.items():
         if type(value[entry]) is not kind:
             raise ValueError(f"{entry} of a table is {value[entry]!r:.40}")
-    return value
-
-
-def _settings(value: Any) -> dict[str, Any]:
-    if type(value["lr_factor"]) not in (int, float) or not all(
-        type(value[k]) is dict for k in ("pooled_at_owner", "owners")
-    ):
-        raise ValueError(f"the settings are {value!r:.80}")
-    config = value.get("config")
-    if config is not None and (type(config) is not dict or not all(type(one) is dict for one in config.values())):
-        raise ValueError(f"the config is {config!r:.80}")
     return value
 
 
@@ -286,15 +276,15 @@ def problem_of(manifest: Manifest, name: str) -> str | None:
     if os.path.basename(name) != name:
         return f"{manifest.path / MANIFEST} names a file {name!r} that is not in its folder"
     try:
-        found = checksum(file)
+        size_here, crc_here = checksum(file)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror or error}"
     except ValueError as error:  # a name that no file can have
         return f"{manifest.path / MANIFEST} names a file {name!r:.60} that cannot be: {error}"
-    if found[0] != size:
-        return f"{file} has {found[0]:,} bytes instead of {size:,}"
-    if found[1] != crc:
-        return f"{file} is damaged: its checksum is {found[1]:08x} instead of {crc:08x}"
+    if size_here != size:
+        return f"{file} has {size_here:,} bytes instead of {size:,}"
+    if crc_here != crc:
+        return f"{file} is damaged: its checksum is {crc_here:08x} instead of {crc:08x}"
     return None
 
 
@@ -313,8 +303,8 @@ def complete(folder: Path) -> list[Path]:
     """Checkpoints in a folder, the newest first; none that is still being written, and none looked into."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    by_step = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(by_step, reverse=True)]
 
 
 def prune(folder: Path, keep: int) -> None:

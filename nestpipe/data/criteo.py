@@ -12,7 +12,7 @@ import torch
 from nestpipe.batch import Batch
 from nestpipe.data import dataset
 from nestpipe.data.files import LineBlock, SplitFiles, find_text_files, line_blocks, shown, wrong_columns
-from nestpipe.data.stream import Stream, Unparsed
+from nestpipe.data.stream import Streamed, Unparsed
 from nestpipe.kernels.jit import kernel
 
 _NUM_DENSE, _NUM_KEYS = 13, 26
@@ -20,7 +20,7 @@ _NUM_COLUMNS = 1 + _NUM_DENSE + _NUM_KEYS
 _TAB, _NEWLINE, _RETURN, _MINUS = 9, 10, 13, 45
 
 
-class Criteo:
+class Criteo(Streamed):
     """Keys "C1" .. "C26" (the hexadecimal number itself; a missing one is an empty list), `dense["dense"]` [B, 13] as
     log(1 + max(x, 0)) with 0 for a missing one, labels 0 or 1.
 
@@ -30,8 +30,6 @@ class Criteo:
     """
 
     features = tuple(f"C{number}" for number in range(1, _NUM_KEYS + 1))
-
-    parses = True
 
     def __init__(
         self,
@@ -43,25 +41,11 @@ class Criteo:
         block_bytes: int = 1 << 18,
     ) -> None:
         dataset.check_at_least(shuffle_buffer=(shuffle_buffer, 0), block_bytes=(block_bytes, 1))
-        self._files = SplitFiles(
-            train=find_text_files(path),
-            valid=find_text_files(valid) if valid else None,
-            test=find_text_files(test) if test else None,
-        )
-        self._shuffle_buffer, self._block_bytes = shuffle_buffer, block_bytes
+        super().__init__(shuffle_buffer=shuffle_buffer)
+        self._files = SplitFiles.named(path, valid, test, find=find_text_files)
+        self._block_bytes = block_bytes
 
-    def batches(
-        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
-    ) -> Iterator[Batch]:
-        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        return Stream(
-            self._pieces(split, rank, world),
-            batch_size=batch_size,
-            shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
-            generator=dataset.generator(seed, epoch, rank),
-        )
-
-    def _pieces(self, split: str, rank: int, world: int) -> Iterator[Unparsed]:
+    def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Unparsed]:
         for block in line_blocks(self._files.files(split), rank=rank, world=world, block_bytes=self._block_bytes):
             kept = self._files.mask(split, first=block.first_line, count=block.num_lines)
             yield Unparsed(int(kept.sum()), partial(parse, block, kept=kept))

@@ -7,7 +7,7 @@ import glob
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -15,40 +15,41 @@ import numpy as np
 from nestpipe.data.dataset import SPLITS
 from nestpipe.data.draws import buckets
 
+Paths = str | list[str]  # a path, a glob pattern or a list of them
 _FIX = "complete the row or cut it off"
 
 
-def find_files(path: str | list[str]) -> list[str]:
+def find_files(path: Paths) -> list[str]:
     """The files that a path, a glob pattern or a list of them names, in a fixed order; ValueError if there are none."""
-    found: list[str] = []
-    for one in [path] if isinstance(path, str) else path:
+    files: list[str] = []
+    for pattern in [path] if isinstance(path, str) else path:
         # An exact name first: brackets in it are not a pattern then.
-        matches = [one] if os.path.exists(one) else sorted(glob.glob(one))
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
         if not matches:
-            raise ValueError(f"no file matches {one!r}; check the path (relative paths start at {os.getcwd()})")
+            raise ValueError(f"no file matches {pattern!r}; check the path (relative paths start at {os.getcwd()})")
         for match in matches:
             if os.path.isdir(match):
                 raise ValueError(f"{match!r} is a folder; name its files, for example {os.path.join(match, '*')!r}")
             if os.path.getsize(match) == 0:
                 raise ValueError(f"{match} is empty; remove it from the list or write it again")
-        found += matches
-    if not found:
+        files += matches
+    if not files:
         raise ValueError("the list of paths is empty; name at least one file")
-    return found
+    return files
 
 
-def find_text_files(path: str | list[str]) -> list[str]:
+def find_text_files(path: Paths) -> list[str]:
     """`find_files`, and no file may end in the middle of a line: better to hear that before training."""
-    found = find_files(path)
-    for one in found:
-        if one.endswith(".gz"):
+    names = find_files(path)
+    for name in names:
+        if name.endswith(".gz"):
             continue  # only reading it all would tell; `line_blocks` does
-        with open(one, "rb") as file:
+        with open(name, "rb") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
-                for _ in line_blocks([one]):
+                for _ in line_blocks([name]):
                     pass
-    return found
+    return names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,6 +121,13 @@ class SplitFiles:
 
     def __init__(self, *, train: list[str], valid: list[str] | None, test: list[str] | None) -> None:
         self._files = {"train": train, "valid": valid, "test": test}
+
+    @classmethod
+    def named(
+        cls, train: Paths, valid: Paths | None, test: Paths | None, *, find: Callable[[Paths], list[str]]
+    ) -> SplitFiles:
+        """Of paths and patterns, as `find_files` or `find_text_files` finds them."""
+        return cls(train=find(train), valid=find(valid) if valid else None, test=find(test) if test else None)
 
     def files(self, split: str) -> list[str]:
         return self._files[split] or self._files["train"] or []

@@ -13,11 +13,11 @@ from nestpipe.batch import Batch, Jagged
 from nestpipe.data import dataset
 from nestpipe.data.files import LineBlock, SplitFiles, find_text_files, line_blocks
 from nestpipe.data.histories import Histories, HistoryDataset
-from nestpipe.data.stream import Stream, Unparsed
+from nestpipe.data.stream import Streamed, Unparsed
 from nestpipe.data.table_text import INTEGER, read_columns, read_header
 
 
-class KuaiRand:
+class KuaiRand(Streamed):
     """One sample per shown video: keys "user", "video", "tab" and "hour" (0 to 23), `dense["dense"]` [B, 1] the log of
     the video's duration in seconds, labels 0 or 1.
 
@@ -28,8 +28,6 @@ class KuaiRand:
     """
 
     features = ("user", "video", "tab", "hour")
-
-    parses = True
 
     def __init__(
         self,
@@ -42,28 +40,14 @@ class KuaiRand:
         block_bytes: int = 1 << 18,
     ) -> None:
         dataset.check_at_least(shuffle_buffer=(shuffle_buffer, 0), block_bytes=(block_bytes, 1))
-        self._files = SplitFiles(
-            train=find_text_files(path),
-            valid=find_text_files(valid) if valid else None,
-            test=find_text_files(test) if test else None,
-        )
+        super().__init__(shuffle_buffer=shuffle_buffer)
+        self._files = SplitFiles.named(path, valid, test, find=find_text_files)
         self._types = {name: INTEGER for name in ("user_id", "video_id", "tab", "hourmin", "duration_ms", label)}
-        self._label, self._shuffle_buffer, self._block_bytes = label, shuffle_buffer, block_bytes
+        self._label, self._block_bytes = label, block_bytes
         files = {file for split in dataset.SPLITS for file in self._files.files(split)}
         self._headers = {file: read_header(file, needed=list(self._types)) for file in files}
 
-    def batches(
-        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
-    ) -> Iterator[Batch]:
-        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        return Stream(
-            self._pieces(split, rank, world),
-            batch_size=batch_size,
-            shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
-            generator=dataset.generator(seed, epoch, rank),
-        )
-
-    def _pieces(self, split: str, rank: int, world: int) -> Iterator[Unparsed]:
+    def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Unparsed]:
         files = self._files.files(split)
         for block in line_blocks(files, rank=rank, world=world, block_bytes=self._block_bytes, skip_lines=1):
             kept = np.flatnonzero(self._files.mask(split, first=block.first_line, count=block.num_lines))

@@ -13,10 +13,10 @@ import torch
 from nestpipe.batch import Batch, Jagged
 from nestpipe.data import dataset
 from nestpipe.data.files import SplitFiles, find_files
-from nestpipe.data.stream import Stream, Unparsed
+from nestpipe.data.stream import Streamed, Unparsed
 
 
-class Parquet:
+class Parquet(Streamed):
     """Key features from integer columns or columns of lists of integers, `dense["dense"]` [B, n] from number columns.
 
     path: a path, a glob pattern or a list of them.
@@ -32,8 +32,6 @@ class Parquet:
     to.
     """
 
-    parses = True
-
     def __init__(
         self,
         *,
@@ -48,29 +46,17 @@ class Parquet:
         rows_per_read: int = 8_192,
     ) -> None:
         dataset.check_at_least(shuffle_buffer=(shuffle_buffer, 0), rows_per_read=(rows_per_read, 1))
+        super().__init__(shuffle_buffer=shuffle_buffer)
         self._keys = dict(keys) if isinstance(keys, dict) else {name: name for name in keys}
         if not self._keys:
             raise ValueError("keys names no column; name at least one key column")
         self.features = tuple(self._keys)
         self._dense, self._label, self._binary_label = list(dense or []), label, binary_label
         self._columns = list(dict.fromkeys([*self._keys.values(), *self._dense, *([label] if label else [])]))
-        self._files = SplitFiles(
-            train=find_files(path), valid=find_files(valid) if valid else None, test=find_files(test) if test else None
-        )
-        self._shuffle_buffer, self._rows_per_read = shuffle_buffer, rows_per_read
+        self._files = SplitFiles.named(path, valid, test, find=find_files)
+        self._rows_per_read = rows_per_read
         for file in {file for split in dataset.SPLITS for file in self._files.files(split)}:
             self._check_schema(file)
-
-    def batches(
-        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
-    ) -> Iterator[Batch]:
-        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        return Stream(
-            self._pieces(split, rank, world, seed, epoch),
-            batch_size=batch_size,
-            shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
-            generator=dataset.generator(seed, epoch, rank),
-        )
 
     def _check_schema(self, file: str) -> None:
         with _open(file) as parquet:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nestpipe.batch import Batch, Jagged
+from nestpipe.data import dataset
 
 
 class Unparsed:
@@ -38,18 +39,17 @@ class Unparsed:
         used, first = np.unique(self._piece, return_inverse=True)
         parts = [self._pieces[k]().select(torch.from_numpy(self._row[self._piece == k])) for k in used]
         order = np.empty(self.size, np.int64)
-        order[np.argsort(first, kind="stable")] = np.arange(
-            self.size
-        )  # parts are by piece, rows of a piece as they were
+        # Parts are by piece, rows of a piece as they were.
+        order[np.argsort(first, kind="stable")] = np.arange(self.size)
         return concatenate(parts).select(torch.from_numpy(order))
 
     @classmethod
     def joined(cls, many: Sequence[Unparsed]) -> Unparsed:
-        starts = np.cumsum([0, *(len(one._pieces) for one in many)])
-        piece = np.concatenate([one._piece + start for one, start in zip(many, starts[:-1], strict=True)])
-        pieces = [piece for one in many for piece in one._pieces]
+        starts = np.cumsum([0, *(len(rows._pieces) for rows in many)])
+        piece = np.concatenate([rows._piece + start for rows, start in zip(many, starts[:-1], strict=True)])
+        pieces = [piece for rows in many for piece in rows._pieces]
         used, piece = np.unique(piece, return_inverse=True)  # the text of others is not kept
-        return cls._with([pieces[k] for k in used] or pieces[:1], piece, np.concatenate([one._row for one in many]))
+        return cls._with([pieces[k] for k in used] or pieces[:1], piece, np.concatenate([rows._row for rows in many]))
 
     @classmethod
     def _with(cls, pieces: list[Callable[[], Batch]], piece: np.ndarray, row: np.ndarray) -> Unparsed:
@@ -92,10 +92,10 @@ class Stream:
         return rows if self._skipping else _parsed(rows)
 
     def _together(self, held: list[Batch | Unparsed]) -> Batch | Unparsed:
-        unparsed = [one for one in held if isinstance(one, Unparsed)]
+        unparsed = [rows for rows in held if isinstance(rows, Unparsed)]
         if self._skipping and len(unparsed) == len(held):
             return Unparsed.joined(unparsed)
-        return concatenate([_parsed(one) for one in held])
+        return concatenate([_parsed(rows) for rows in held])
 
     def _shuffled(
         self, pieces: Iterable[Batch | Unparsed], size: int, generator: np.random.Generator
@@ -139,6 +139,33 @@ class Stream:
             count -= end
         if count:
             yield self._together(held)
+
+
+class Streamed:
+    """What the data sets share that read rows from files. Classes say how they are read, in `_pieces`.
+
+    shuffle_buffer: how many training rows are held to be mixed.
+    """
+
+    parses = True
+
+    def __init__(self, *, shuffle_buffer: int) -> None:
+        self._shuffle_buffer = shuffle_buffer
+
+    def batches(
+        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
+    ) -> Iterator[Batch]:
+        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
+        return Stream(
+            self._pieces(split, rank, world, seed, epoch),
+            batch_size=batch_size,
+            shuffle_buffer=self._shuffle_buffer if split == "train" else 0,
+            generator=dataset.generator(seed, epoch, rank),
+        )
+
+    def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Batch | Unparsed]:
+        """The rows of one rank, in pieces of any size."""
+        raise NotImplementedError
 
 
 def _parsed(rows: Batch | Unparsed) -> Batch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from nestpipe.data.draws import (
     uniform_table,
 )
 from nestpipe.data.overlap import Overlap, cover
+from nestpipe.data.synthetic import Synthetic
 from nestpipe.kernels.jit import kernel
 
 # What a stream is for; each purpose has its own, so that adding draws to one does not change another.
@@ -28,7 +30,7 @@ _DENSE, _CLICK, _HIDDEN, _LENGTH, _KEYS = 0, 1, 2, 3, 4
 _UNIT_VARIANCE = 3**0.5  # uniform over -sqrt(3) .. sqrt(3) has variance 1
 
 
-class SyntheticClicks:
+class SyntheticClicks(Synthetic):
     """Endless click samples: each epoch draws `num_samples` new ones from the same hidden law.
 
     Features "f0", "f1", ... have keys_per_table keys each (one number, or a list with one per feature); no two features
@@ -74,45 +76,31 @@ class SyntheticClicks:
             raise ValueError(
                 f"keys_per_table lists {len(sizes)} sizes for {num_features} features; give one per feature"
             )
-        if overlap is not None and not 0 <= overlap <= 1:
-            raise ValueError(f"overlap is {overlap}; it must be between 0 and 1")
+        super().__init__(seed=seed, overlap=overlap, num_samples=(num_samples, num_valid_samples, num_test_samples))
         self.features = tuple(f"f{number}" for number in range(num_features))
-        self.skew, self.num_dense, self.signal, self.overlap = float(skew), num_dense, signal, overlap
-        self.spread_keys, self.seed = spread_keys, seed
+        self.skew, self.num_dense, self.signal, self.spread_keys = float(skew), num_dense, signal, spread_keys
         self._bag_sizes = (least, most)
         self._sizes = sizes
         self._first_ids = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        self._num_samples = dict(zip(dataset.SPLITS, (num_samples, num_valid_samples, num_test_samples), strict=True))
         self._hidden = stream_of(seed, _HIDDEN)
         self._dense_weights = dataset.generator(seed, _HIDDEN).standard_normal(num_dense)
         self._plans: dict[tuple[int, int], Overlap] = {}
 
-    def batches(
-        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
-    ) -> Iterator[Batch]:
-        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        num_batches = dataset.num_global_batches(self._num_samples[split], batch_size=batch_size, world=world)
-        how = {"batch_size": batch_size, "rank": rank, "world": world, "seed": seed, "epoch": epoch}
-        return dataset.Indexed(num_batches, lambda index: self.batch(split, index, **how))
+    def _draw(self, where: tuple[int, ...], samples: np.ndarray, *, train: bool) -> Batch:
+        return self._to_batch(where, samples, lambda number: self._bags(where, number, samples, self._sizes[number]))
 
-    def batch(
-        self, split: str, index: int, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
+    def _draw_overlapping(self, where: tuple[int, ...], samples: np.ndarray, index: int, *, full_size: int) -> Batch:
+        bags_of = partial(self._overlapping_bags, where, samples=samples, index=index, full_size=full_size)
+        return self._to_batch(where, samples, bags_of)
+
+    def _to_batch(
+        self, where: tuple[int, ...], samples: np.ndarray, bags_of: Callable[[int], tuple[np.ndarray, np.ndarray]]
     ) -> Batch:
-        """Batch `index` of an epoch, without those before it."""
-        train = split == "train"
-        # Evaluation sees the same samples whatever the seed and epoch of training.
-        where = (self.seed, dataset.SPLITS.index(split), *((seed, epoch) if train else (0, 0)))
-        begin, end = dataset.global_slice(index, self._num_samples[split], batch_size=batch_size, world=world)
-        mine = dataset.rank_slice(begin, end, rank=rank, world=world)
-        overlapping = train and self.overlap is not None
-        samples = np.arange(begin, end) if overlapping else np.arange(*mine)
+        """bags_of: ids and offsets of the n-th feature."""
         logits = np.zeros(len(samples))
         keys: dict[str, Jagged] = {}
         for number, name in enumerate(self.features):
-            if overlapping:
-                ids, offsets = self._overlapping_bags(where, number, samples, index, full_size=batch_size * world)
-            else:
-                ids, offsets = self._bags(where, number, samples, self._sizes[number])
+            ids, offsets = bags_of(number)
             ids += self._first_ids[number]
             _add_weights(logits, ids, offsets, self._hidden)
             keys[name] = dataset.jagged(to_keys(ids, spread_keys=self.spread_keys), offsets)
@@ -120,8 +108,7 @@ class SyntheticClicks:
         z = logits / (2 * len(self.features)) ** 0.5 + dense @ self._dense_weights / (2 * max(1, self.num_dense)) ** 0.5
         u = uniform_table(stream_of(*where, _CLICK), samples, 1)[:, 0]
         labels = (u < 1 / (1 + np.exp(-self.signal * z))).astype(np.float32)
-        batch = Batch(keys, {"dense": torch.from_numpy(dense.astype(np.float32))}, torch.from_numpy(labels))
-        return batch.select(torch.arange(mine[0] - begin, mine[1] - begin)) if overlapping else batch
+        return Batch(keys, {"dense": torch.from_numpy(dense.astype(np.float32))}, torch.from_numpy(labels))
 
     def _bags(
         self, where: tuple[int, ...], number: int, samples: np.ndarray, num_ids: int, lengths: np.ndarray | None = None

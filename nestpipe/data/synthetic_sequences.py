@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,15 +21,17 @@ from nestpipe.data.draws import (
     uniform_table,
 )
 from nestpipe.data.overlap import Overlap, cover
+from nestpipe.data.synthetic import Synthetic
 from nestpipe.kernels.jit import kernel
 
 _LENGTHS = ("fixed", "geometric", "lognormal")
 _FIRST_SECOND = 1_600_000_000
+_QUANTILES = 4096  # of lengths
 # What a stream is for; each purpose has its own, so that adding draws to one does not change another.
 _WALK, _LENGTH, _NEGATIVES = 0, 1, 2
 
 
-class SyntheticSequences:
+class SyntheticSequences(Synthetic):
     """Endless histories: each epoch draws `num_samples` new ones from the same hidden law.
 
     Item i lies in cluster i % num_clusters. From an item of cluster c the next one is, with probability
@@ -77,13 +78,12 @@ class SyntheticSequences:
         )  # fmt: skip
         if num_clusters > num_items:
             raise ValueError(f"num_clusters is {num_clusters} for {num_items} items; use {num_items} at most")
-        for name, value in (("overlap", overlap), ("predictability", predictability)):
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value}; it must be between 0 and 1")
+        super().__init__(seed=seed, overlap=overlap, num_samples=(num_samples, num_valid_samples, num_test_samples))
+        if not 0 <= predictability <= 1:
+            raise ValueError(f"predictability is {predictability}; it must be between 0 and 1")
         self.num_items, self.skew, self.num_negatives = num_items, float(skew), num_negatives
         self.num_clusters, self.predictability = num_clusters, float(predictability)
-        self.overlap, self.spread_keys, self.seed = overlap, spread_keys, seed
-        self._num_samples = dict(zip(dataset.SPLITS, (num_samples, num_valid_samples, num_test_samples), strict=True))
+        self.spread_keys = spread_keys
         self._length_quantiles = length_quantiles(lengths, mean_length, min_length, max_length)
         cycle = dataset.generator(seed).permutation(num_clusters)
         self._successors = np.empty(num_clusters, np.int64)
@@ -94,27 +94,7 @@ class SyntheticSequences:
         """The keys of all items, sorted."""
         return dataset.sorted_keys(to_keys(np.arange(self.num_items), spread_keys=self.spread_keys))
 
-    def batches(
-        self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
-    ) -> Iterator[Batch]:
-        dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
-        num_batches = dataset.num_global_batches(self._num_samples[split], batch_size=batch_size, world=world)
-        how = {"batch_size": batch_size, "rank": rank, "world": world, "seed": seed, "epoch": epoch}
-        return dataset.Indexed(num_batches, lambda index: self.batch(split, index, **how))
-
-    def batch(
-        self, split: str, index: int, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
-    ) -> Batch:
-        """Batch `index` of an epoch, without those before it."""
-        train = split == "train"
-        # Evaluation sees the same samples whatever the seed and epoch of training.
-        where = (self.seed, dataset.SPLITS.index(split), *((seed, epoch) if train else (0, 0)))
-        begin, end = dataset.global_slice(index, self._num_samples[split], batch_size=batch_size, world=world)
-        mine = dataset.rank_slice(begin, end, rank=rank, world=world)
-        if train and self.overlap is not None:
-            whole = self._draw_overlapping(where, begin, end, index, full_size=batch_size * world)
-            return whole.select(torch.arange(mine[0] - begin, mine[1] - begin))
-        samples = np.arange(*mine)
+    def _draw(self, where: tuple[int, ...], samples: np.ndarray, *, train: bool) -> Batch:
         lengths = self._lengths(uniform_table(stream_of(*where, _LENGTH), samples, 1)[:, 0])
         items, times = self._walk(where, samples, lengths + (not train), self.num_items)
         negatives = uniform_ids(stream_of(*where, _NEGATIVES), samples, self.num_negatives, self.num_items)
@@ -131,8 +111,8 @@ class SyntheticSequences:
         offsets = dataset.offsets_of(lengths)
         return _walk(stream_of(*where, _WALK), samples, offsets, num_items, self.skew, successors, self.predictability)
 
-    def _draw_overlapping(self, where: tuple[int, ...], begin: int, end: int, index: int, full_size: int) -> Batch:
-        samples, size = np.arange(begin, end), end - begin
+    def _draw_overlapping(self, where: tuple[int, ...], samples: np.ndarray, index: int, *, full_size: int) -> Batch:
+        size = len(samples)
         lengths = self._even_lengths(size, index)
         plan = self._plan(full_size)
         if size < full_size:
@@ -185,11 +165,11 @@ class SyntheticSequences:
         )
 
 
-def length_quantiles(kind: str, mean: float, shortest: int, longest: int, *, count: int = 4096) -> np.ndarray:
-    """The lengths at `count` evenly spaced quantiles: drawing one is a table lookup."""
-    u = (np.arange(count) + 0.5) / count
+def length_quantiles(kind: str, mean: float, shortest: int, longest: int) -> np.ndarray:
+    """The lengths at evenly spaced quantiles: drawing one is a table lookup."""
+    u = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     if kind == "fixed":
-        lengths = np.full(count, mean)
+        lengths = np.full(_QUANTILES, mean)
     elif kind == "geometric":
         extra = mean - shortest
         lengths = shortest + (np.floor(np.log1p(-u) / np.log(extra / (extra + 1))) if extra > 0 else 0 * u)

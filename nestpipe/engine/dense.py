@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +33,7 @@ class Dense:
         for name, parameter in model.named_parameters():
             self._names.append(name)
             self._parameters.append(parameter)
-        self.optimizer = _checked_optimizer(optimizer(self._parameters)) if self._parameters else None
+        self.optimizer = _checked_optimizer(optimizer(self._parameters), model) if self._parameters else None
         self._reducer: Reducer | None = None
         self.waiting_since: float | None = None  # for other workers' gradients, by time.monotonic()
         self.waited_until = 0.0  # when it last had waited for them
@@ -52,13 +54,15 @@ class Dense:
         """What must be the same on every worker: else sums would add up gradients of different things, or hang."""
         model = {f"model: {name}": (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _tensors(self.model)}
         kind = {"dense_optimizer": type(self.optimizer).__name__}
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        settings = {
-            f"dense_optimizer: {name} of group {number}": len(value) if name == "params" else value
-            for number, group in enumerate(groups)
-            for name, value in group.items()
-            if isinstance(value, (int, float, str, tuple, Tensor)) or name == "params"
-        }
+        names = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
+        settings: dict[str, Any] = {}
+        for number, group in enumerate(self.optimizer.param_groups if self.optimizer is not None else ()):
+            # By their places too: so they are told apart in a checkpoint.
+            for place, parameter in enumerate(group["params"]):
+                settings[f"dense_optimizer: parameter {place} of group {number}"] = names[id(parameter)]
+            for name, value in group.items():
+                if isinstance(value, (int, float, str, tuple, list, Tensor)) and name != "params":
+                    settings[f"dense_optimizer: {name} of group {number}"] = value
         return {**model, **kind, **settings}
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
@@ -130,15 +134,65 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
     whole = tensor.contiguous()
     dist.broadcast(whole, src=0, group=group)
     if whole.data_ptr() != tensor.data_ptr():
-        tensor.copy_(whole)
+        # An expanded tensor has many entries in one place: it is written to once.
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor[once].copy_(whole[once])
 
 
-def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def remember(model: nn.Module) -> Callable[[], None]:
+    """What it returns puts the model back as it is now: modes, attributes, generators, parameters and buffers, also those that
+    were replaced. Lists and dicts get their entries back, but what has changed inside an entry stays."""
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    values = [value for _, before in attributes for value in before.values()]  # _parameters and _buffers are among them
+    containers = [(v, copy.copy(v)) for v in values if isinstance(v, (dict, list, set, collections.deque))]
+    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    tensors = [*model.parameters(), *model.buffers(), *(value for value in values if isinstance(value, Tensor))]
+    contents = [(tensor, tensor.data, tensor.data.clone()) for tensor in tensors if tensor.layout == torch.strided]
+
+    def put_back() -> None:
+        for module, before in attributes:
+            for name in module.__dict__.keys() - before.keys():
+                del module.__dict__[name]
+            module.__dict__.update(before)
+        for value, content in containers:
+            if _entries(value) != _entries(content):
+                value.clear()
+                (value.extend if isinstance(value, (list, collections.deque)) else value.update)(content)
+        for generator, state in generators:
+            generator.set_state(state)
+        for tensor, data, numbers in contents:
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
+            if not torch.equal(data, numbers):
+                data.copy_(numbers)
+
+    return put_back
+
+
+def _entries(container: Any) -> list[Any]:
+    """Which objects it holds: tensors cannot be compared by value, or not cheaply."""
+    entries = container.items() if isinstance(container, dict) else ((entry, None) for entry in container)
+    return [(id(entry), id(value)) for entry, value in entries]
+
+
+def _checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
     if not all(hasattr(optimizer, name) for name in ("step", "param_groups", "state_dict", "load_state_dict")):
         raise ValueError(
             f"dense_optimizer returned {type(optimizer).__name__}; it must return a torch optimizer made from the parameters "
             f"that it is given, as in dense_optimizer=lambda p: torch.optim.Adam(p, 1e-3)"
         )
+    own = {id(parameter) for parameter in model.parameters()}
+    trainable = any(parameter.requires_grad for parameter in model.parameters())
+    if trainable and not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError("the dense optimizer has no parameters; make it from those that dense_optimizer is given")
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"parameter {place} of group {number} of the dense optimizer, of shape {tuple(parameter.shape)}, is not the "
+                    f"model's: its gradients would not be summed over workers, nor its values saved. Make the optimizer from the "
+                    f"parameters that dense_optimizer is given, or put that one into the model"
+                )
     return optimizer
 
 

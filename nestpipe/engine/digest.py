@@ -24,7 +24,12 @@ def digest(stores: Sequence[Store], model: nn.Module, transport: Transport) -> s
         total.update(f"{name} {a:016x} {b:016x};".encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor):  # get_extra_state
-            total.update(f"{name} {json.dumps(tensor, sort_keys=True)};".encode())
+            try:
+                total.update(f"{name} {json.dumps(tensor, sort_keys=True)};".encode())
+            except TypeError as error:
+                raise ValueError(
+                    f"the model's {name} has no digest ({error}): let get_extra_state give a tensor or what JSON holds"
+                ) from None
             continue
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
         total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

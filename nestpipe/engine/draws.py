@@ -14,46 +14,63 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 log = logging.getLogger("nestpipe")
 T = TypeVar("T")
 
-# What draws from the global generator unless it is given another one.
-# fmt: off
-DRAWING = frozenset((
-    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal", "normal_",
-    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
-))
-# fmt: on
-
 WATCHED = 8  # batches; all of them where that costs little
-CHEAP = 100  # calls of torch for one batch: watching each costs one or two microseconds
+CHEAP = 30  # operations of torch for one batch: watching each costs about ten microseconds
 
 
-class SourceDraws(TorchFunctionMode):
-    """Sees which calls of torch in its block draw. (A mode belongs to the thread that enters it.)"""
+class SourceDraws(TorchDispatchMode):
+    """Sees which operations of torch in its block draw: torch itself marks those that may. They are seen below all functions
+    that are made of them (dropout, distributions, initializers), and only in the thread that enters the block."""
 
-    total = 0  # of all sources in this process, as the generator is: one more when a call begins, and when it is done
+    total = (
+        0  # draws of all sources in this process, as the generator is: one more when one begins, and when it is done
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.drew: str | None = None  # the first function that did
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __enter__(self) -> SourceDraws:
+        self._seed = torch.initial_seed()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if torch.initial_seed() != self._seed:  # no operation
+            self.drew = self.drew or "manual_seed"
+            SourceDraws.total += 2
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         self.calls += 1
         kwargs = kwargs or {}
-        if func.__name__ not in DRAWING or kwargs.get("generator") is not None:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _has_own_generator(*args, *kwargs.values()):
             return func(*args, **kwargs)
-        self.drew = self.drew or func.__name__
         SourceDraws.total += 1
+        drew, before = True, torch.get_rng_state()
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            # Some draw in certain cases only: attention, if it has dropout. Those of accelerators have other generators.
+            elsewhere = isinstance(result, Tensor) and result.device.type != "cpu"
+            drew = elsewhere or not torch.equal(torch.get_rng_state(), before)
         finally:
-            SourceDraws.total += 1
+            SourceDraws.total += 1 if drew else -1
+        if drew:
+            self.drew = self.drew or func.overloadpacket.__name__
+        return result
+
+
+def _has_own_generator(*arguments: Any) -> bool:
+    # An operation gets the global one as another object of the same address.
+    shared = torch.default_generator._cdata  # type: ignore[attr-defined]
+    given = [value for value in arguments if isinstance(value, torch.Generator)]
+    return any(generator._cdata != shared for generator in given)  # type: ignore[attr-defined]
 
 
 def watched(batches: Iterable[T], *, tell: Callable[[str], object]) -> Iterator[T]:

@@ -32,6 +32,14 @@ _used: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def start_anew(metrics: dict[str, Any]) -> None:
     """Metrics forget what they were fed before, so that an evaluation is of its own batches only."""
+    names: dict[int, str] = {}
+    for name, metric in metrics.items():
+        if id(metric) in names:
+            raise ValueError(
+                f"metrics {names[id(metric)]!r} and {name!r} are one and the same object, which would be fed every batch twice; "
+                f"make one for each name"
+            )
+        names[id(metric)] = name
     for name, metric in metrics.items():
         if hasattr(metric, "reset"):
             metric.reset()
@@ -41,7 +49,13 @@ def start_anew(metrics: dict[str, Any]) -> None:
                 f"one; give its class a reset(), or make a new one for every evaluation"
             )
         else:
-            _used[id(metric)] = metric
+            try:
+                _used[id(metric)] = metric
+            except TypeError:  # __slots__: no weak references
+                raise ValueError(
+                    f"metric {name!r} ({type(metric).__name__}) has no reset(), and because of its __slots__ it cannot be told "
+                    f"whether it has been used before; give its class a reset()"
+                ) from None
 
 
 def lookup(

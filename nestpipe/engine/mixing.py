@@ -4,8 +4,8 @@ A model says so itself: `mixes_samples = True` (in-batch negatives, say) is refu
 micro-batches; `False` is taken at its word. If it says nothing, it is tried on the first batch, before anything is updated.
 
 The trial asks two things of some of the samples of a batch. Are their losses the same without the others? And have they a
-gradient with respect to rows of the others? The first sees what depends on the number, the lengths or the statistics of
-other samples, the second what depends on their rows, however little and whatever the model draws at random. Both are asked
+gradient with respect to rows, dense inputs or labels of the others? The first sees what depends on the number, the lengths or
+the statistics of other samples, the second what depends on their numbers, however little and whatever is drawn. Both are asked
 of the batch as it is, and of made-up ones in which a mix shows better: rows are born small, and lists of a first batch may all
 have one length, so there rows have unit size, and then some lists are cut short. To a model that treats each sample by itself
 all of this is one and the same.
@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.engine.dense import checked_output
+from nestpipe.engine.dense import checked_output, remember
 from nestpipe.engine.draws import Mark
 
 log = logging.getLogger("nestpipe")
@@ -126,18 +126,13 @@ def _look(
     leaves = {name: _values(part).detach().requires_grad_() for name, part in rows.items()}
     rows = {name: _put(part, leaves[name]) for name, part in rows.items()}
     mark = Mark()
-    whole, again = (checked_output(model(batch, rows), batch.size) for _ in range(2))
+    whole, again = (checked_output(model(_copied(batch), rows), batch.size) for _ in range(2))
     same = ABOUT_THE_SAME if _rounds(whole.losses) else SAME
     # By chance two runs can be alike: a small batch has few masks of dropout.
     steady = not mark.moved and _difference(whole, again)[0] < STEADY * same
     for samples in subsets:
-        own, other, feature = _gradients(whole.losses[samples].sum(), rows, leaves, samples)
-        trial.learns |= own > 0
-        if other > NOTHING * own:
-            raise _Mixed(
-                f"the losses of {len(samples)} samples have a gradient with respect to the rows of {feature!r} of the other "
-                f"{batch.size - len(samples)}{how}"
-            )
+        named = {f"the rows of {name!r}": part for name, part in rows.items()}
+        trial.learns |= _refuse_gradients(whole.losses, named, list(leaves.values()), samples, how) > 0
         if not steady:
             continue
         some = {name: _select(part, samples) for name, part in rows.items()}
@@ -149,19 +144,66 @@ def _look(
                 f"sample {int(samples[place])} has the {what} {values[0]:.6g} among {batch.size} samples, {values[1]:.6g} among "
                 f"{len(samples)} of them{how}"
             )
+    for of_labels in (False, True):
+        try:
+            _look_at_inputs(model, batch, rows, subsets, how, of_labels=of_labels)
+        except _Mixed:
+            raise
+        except Exception as error:  # a loss need not be differentiable by what is given
+            log.debug("gradients of %s not tried%s: %s", "labels" if of_labels else "dense inputs", how, error)
     return steady
 
 
+def _look_at_inputs(
+    model: nn.Module, batch: Batch, rows: dict[str, Any], subsets: list[Tensor], how: str, *, of_labels: bool
+) -> None:
+    """Raises _Mixed if losses have a gradient with respect to dense inputs, or labels, of other samples."""
+    inputs = {"labels": batch.labels} if of_labels else batch.dense
+    inputs = {name: part for name, part in inputs.items() if part is not None and _values(part).is_floating_point()}
+    if not inputs:
+        return
+    leaves, moved = [], {}
+    for name, part in inputs.items():
+        # The leaf is what is added, in units of the input: then all inputs count alike. And a model may change the sum in place.
+        values = _values(part).detach()
+        unit = float(values.square().mean().sqrt()) if values.numel() else 0.0
+        leaves.append(torch.zeros_like(values).requires_grad_())
+        moved[name] = _put(part, values + leaves[-1] * (unit or 1.0))
+    given = _copied(batch)
+    if of_labels:
+        given.labels = moved["labels"]
+    else:
+        given.dense.update(moved)
+    losses = checked_output(model(given, rows), batch.size).losses
+    named = {"the labels" if of_labels else f"the dense input {name!r}": part for name, part in inputs.items()}
+    for samples in subsets:
+        _refuse_gradients(losses, named, leaves, samples, how)
+
+
+def _refuse_gradients(
+    losses: Tensor, parts: Mapping[str, Tensor | Jagged], leaves: list[Tensor], samples: Tensor, how: str
+) -> float:
+    """Raises _Mixed if losses of some samples have a gradient with respect to the others' part of the leaves; returns how large
+    it is with respect to their own. parts: whose leaves they are, which tells what belongs to which sample."""
+    own, other, name = _gradients(losses[samples].sum(), parts, leaves, samples)
+    if other > NOTHING * own:
+        raise _Mixed(
+            f"the losses of {len(samples)} samples have a gradient with respect to {name} of the other "
+            f"{len(losses) - len(samples)}{how}"
+        )
+    return own
+
+
 def _gradients(
-    loss: Tensor, rows: dict[str, Any], leaves: dict[str, Tensor], samples: Tensor
+    loss: Tensor, parts: Mapping[str, Tensor | Jagged], leaves: list[Tensor], samples: Tensor
 ) -> tuple[float, float, str]:
-    """How large the gradient of some samples' loss is, with respect to their rows and to those of the others; and which feature
-    of the others has most of it."""
+    """How large the gradient of some samples' loss is, with respect to their part of the leaves and to that of the others; and
+    which leaf has most of the others'."""
     if not loss.requires_grad:
         return 0.0, 0.0, ""
     own, others = 0.0, {"": 0.0}
-    grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
-    for (name, part), grad in zip(rows.items(), grads, strict=True):
+    grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    for (name, part), grad in zip(parts.items(), grads, strict=True):
         if grad is None:
             continue
         squares = grad.double().square().nan_to_num(0.0, 0.0, 0.0)
@@ -232,12 +274,17 @@ def _made_up(
     return Batch(keys, dense, batch.labels), {name: unit(part) for name, part in rows.items()}
 
 
+def _copied(batch: Batch) -> Batch:
+    """For a model to use as it likes: some change their inputs in place, and training needs them as they were."""
+    return batch.select(torch.arange(batch.size))
+
+
 def _values(part: Any) -> Tensor:
     return part.values if isinstance(part, Jagged) else part
 
 
 def _put(part: Any, values: Tensor) -> Any:
-    return Jagged(values, part.offsets) if isinstance(part, Jagged) else values
+    return Jagged(values, part.offsets, part.weights) if isinstance(part, Jagged) else values
 
 
 def _select(part: Any, samples: Tensor) -> Any:
@@ -246,19 +293,11 @@ def _select(part: Any, samples: Tensor) -> Any:
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """The generator is put back, and modes, attributes, buffers and parameters of the model: some models count calls, average
-    what they see, or take their first batch to start from. (What they change inside lists and dicts of their own stays.)"""
-    mark = Mark()
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
-    tensors = [(tensor.data, tensor.data.clone()) for tensor in (*model.parameters(), *model.buffers())]
+    """The generator is put back, and the model: some count calls, average what they see, or take their first batch to start
+    from."""
+    mark, put_back = Mark(), remember(model)
     try:
         yield
     finally:
         mark.put_back()
-        for module, before in attributes:
-            for name in module.__dict__.keys() - before.keys():
-                del module.__dict__[name]
-            module.__dict__.update(before)
-        for tensor, values in tensors:
-            if not torch.equal(tensor, values):
-                tensor.copy_(values)
+        put_back()

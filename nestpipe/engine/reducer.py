@@ -30,8 +30,9 @@ class _Bucket:
 
 
 class Reducer:
-    """parameters: all of the model, with their names, in its order, the same on every worker. Their `grad` is a view into a
-    buffer from `clear` on. A parameter without a gradient anywhere has None at the end, as if there were one worker.
+    """parameters: all of the model, with their names, in its order, the same on every worker. From the first backward to
+    `clear` their `grad` is a view into a buffer; in between it is None, so that nobody else's backward writes there. A parameter
+    without a gradient anywhere has None after `finish` too, as if there were one worker.
 
     Frozen parameters cost nothing. One that gets a gradient all the same has been unfrozen since: it is summed after the
     others, on every worker, and with them from the next step on.
@@ -98,6 +99,9 @@ class Reducer:
         self._hook()
         self._ours, self._last = True, last
         self._hold = any(self._parameters[i].requires_grad for i in self._frozen)
+        for i, view in self._views.items():
+            if self._parameters[i].grad is None:
+                self._parameters[i].grad = view
         try:
             loss.backward()
         finally:
@@ -151,9 +155,11 @@ class Reducer:
         flags = self._buckets[-1].buffer[-len(self._used) :].tolist()
         for i in [i for i in self._frozen if flags[i]]:
             self._thaw(i)
-        for parameter, used in zip(self._parameters, flags, strict=True):
-            if not used:
+        for i, parameter in enumerate(self._parameters):
+            if not flags[i]:
                 parameter.grad = None
+            elif i in self._views:  # also where only other workers have used it
+                parameter.grad = self._views[i]
 
     def _thaw(self, i: int) -> None:
         """Sums the gradient of a parameter that some worker has unfrozen; all know of it by now."""
@@ -174,7 +180,7 @@ class Reducer:
         )
 
     def clear(self) -> None:
-        """Gradients are zero, and where they belong."""
+        """No gradients, and zeros where they will be."""
         for bucket in self._buckets:
             if bucket.work is not None:  # a batch that failed in between
                 bucket.work.wait()
@@ -185,8 +191,8 @@ class Reducer:
             self._deal()
         self._next, self._last = 0, False
         self._used = [False] * len(self._used)
-        for i, parameter in enumerate(self._parameters):
-            parameter.grad = self._views.get(i)
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

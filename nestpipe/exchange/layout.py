@@ -15,12 +15,6 @@ from nestpipe.exchange.window import Window
 _KEYS, _WEIGHTED, _WIDE, _VECTORS = 0, 1, 2, 3  # columns of a table's sizes
 
 
-def key_bytes(keys: np.ndarray) -> int:
-    """Of each key on its way to its owner: four where all of a table fit."""
-    fit = not len(keys) or -(2**31) <= keys.min() <= keys.max() < 2**31
-    return 4 if fit else 8
-
-
 @dataclasses.dataclass
 class Sizes:
     """What a worker tells another before the message itself: row w is for, or from, worker w.

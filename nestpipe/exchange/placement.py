@@ -13,15 +13,13 @@ import numpy as np
 
 from nestpipe.batch import Batch
 from nestpipe.exchange.plan import WORTH_IT, ExchangePlan
-from nestpipe.exchange.source import wire_bytes
+from nestpipe.exchange.requests import wire_bytes
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import owners_of, shards
 
 # No worker gets more than this times its even part of what is dealt, in bytes on the wire and in rows. Times WORTH_IT it is 1:
 # the busiest link carries no more than it would if all workers shared the tables.
 EVEN = 1.25
-
-AS_ROWS, AS_BAGS, WHOLE, DISTINCT = range(4)  # what `count` counts: three kinds of bytes, and distinct keys
 
 
 def count(batch: Batch, plan: ExchangePlan, *, rank: int, world: int) -> np.ndarray:

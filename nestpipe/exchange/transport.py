@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from nestpipe.arena import as_tensor
 from nestpipe.errors import Stopped, TrainingError, describe
@@ -116,7 +117,7 @@ class Transport:
     def compare(self, declared: Mapping[str, Any]) -> None:
         """Raises the same TrainingError on every worker, with the first difference, unless all have declared the same things
         in the same order."""
-        everybody = self.gather_objects([(name, repr(value)) for name, value in declared.items()])
+        everybody = self.gather_objects([(name, _text(value)) for name, value in declared.items()])
         for rank, theirs in enumerate(everybody):
             if theirs == everybody[0]:
                 continue
@@ -179,3 +180,13 @@ class Transport:
         if causes:
             message = "\n".join(f"rank {rank}, {what}: {text}" for rank, text in causes)
             raise TrainingError(message, is_ours=self.rank == causes[0][0]) from problem
+
+
+def _text(value: Any) -> str:
+    """All of a value: repr rounds tensors and arrays, and leaves out the middle of long ones."""
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_text, value)) + ("," if isinstance(value, tuple) and len(value) == 1 else "")
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{value.tolist()!r} of {value.dtype}"
+    return repr(value)

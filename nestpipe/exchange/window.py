@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -37,6 +38,15 @@ class Window:
     def part_bounds(self) -> list[int]:
         """Part p is samples part_bounds[p] to part_bounds[p + 1]."""
         return self.bounds if self.parts > 1 else [0, self.size]
+
+    def cut(self, offsets: np.ndarray, num_features: int) -> list[np.ndarray]:
+        """The offsets of each part, where lists lie micro-batch by micro-batch, in each feature by feature."""
+        bounds = [bound * num_features for bound in self.part_bounds]
+        return [offsets[a : z + 1] for a, z in itertools.pairwise(bounds)]
+
+    def ends(self, offsets: np.ndarray, num_features: int) -> np.ndarray:
+        """How many entries of such lists there are up to the end of each micro-batch."""
+        return offsets[np.array(self.bounds[1:]) * num_features]
 
     @property
     def last_use(self) -> np.dtype | None:

@@ -13,7 +13,7 @@ from numba import carray
 
 from nestpipe.kernels.index import slots_for
 from nestpipe.kernels.jit import inlined, kernel, long_pointer, prefetch
-from nestpipe.kernels.keys import AHEAD, mix
+from nestpipe.kernels.keys import AHEAD, ONE, mix
 from nestpipe.kernels.pages import zeros
 from nestpipe.kernels.rows import NONE, Rows, address
 
@@ -30,7 +30,6 @@ def _find(slots, rows, keys, out):
     """A slot holds position + 1, or 0."""
     mask = np.uint64(len(slots) - 1)
     base = slots.ctypes.data
-    one = np.uint64(1)
     near = AHEAD // 2
     length = len(keys)
     for i in range(length):
@@ -41,24 +40,22 @@ def _find(slots, rows, keys, out):
             if entry:
                 prefetch(address(rows, entry - 1))
         slot = mix(keys[i]) & mask
-        found = np.int64(-1)
+        out[i] = -1
         while slots[slot] != 0:
             position = np.int64(slots[slot]) - 1
             if _key_at(rows, position) == keys[i]:
-                found = position
+                out[i] = position
                 break
-            slot = (slot + one) & mask
-        out[i] = found
+            slot = (slot + ONE) & mask
 
 
 @kernel
 def _insert(slots, rows, keys, positions, missing):
     mask = np.uint64(len(slots) - 1)
-    one = np.uint64(1)
     for i in missing:
         slot = mix(keys[i]) & mask
         while slots[slot] != 0:
-            slot = (slot + one) & mask
+            slot = (slot + ONE) & mask
         slots[slot] = np.uint32(positions[i] + 1)
         carray(long_pointer(address(rows, positions[i])), 1)[0] = keys[i]
 
@@ -66,14 +63,13 @@ def _insert(slots, rows, keys, positions, missing):
 @kernel
 def _rehash(old, rows, new):
     mask = np.uint64(len(new) - 1)
-    one = np.uint64(1)
     for i in range(len(old)):
         if i + AHEAD < len(old) and old[i + AHEAD]:
             prefetch(address(rows, np.int64(old[i + AHEAD]) - 1))
         if old[i] != 0:
             slot = mix(_key_at(rows, np.int64(old[i]) - 1)) & mask
             while new[slot] != 0:
-                slot = (slot + one) & mask
+                slot = (slot + ONE) & mask
             new[slot] = old[i]
 
 
@@ -81,19 +77,18 @@ def _rehash(old, rows, new):
 def _delete(slots, rows, keys, out):
     """Removes keys; out[i] = the position keys[i] had, or -1. Returns how many there were."""
     mask = np.uint64(len(slots) - 1)
-    one = np.uint64(1)
     deleted = 0
     for i in range(len(keys)):
         hole = mix(keys[i]) & mask
         while slots[hole] != 0 and _key_at(rows, np.int64(slots[hole]) - 1) != keys[i]:
-            hole = (hole + one) & mask
+            hole = (hole + ONE) & mask
         out[i] = np.int64(slots[hole]) - 1
         if slots[hole] == 0:
             continue
         deleted += 1
         slot = hole
         while True:
-            slot = (slot + one) & mask
+            slot = (slot + ONE) & mask
             if slots[slot] == 0:
                 break
             home = mix(_key_at(rows, np.int64(slots[slot]) - 1)) & mask
@@ -172,11 +167,11 @@ class CompactIndex:
         _insert(self._slots, self.key_rows, keys, positions, missing)
         self._size = needed
 
-    def delete(self, keys: np.ndarray, out: np.ndarray) -> int:
-        """Removes keys; out[i] = the position that keys[i] had, or -1. Returns how many were there."""
-        deleted = _delete(self._slots, self.key_rows, keys, out)
-        self._size -= deleted
-        return deleted
+    def delete(self, keys: np.ndarray) -> np.ndarray:
+        """Removes keys; returns the position that each had, or -1."""
+        positions = np.empty(len(keys), np.int64)
+        self._size -= _delete(self._slots, self.key_rows, keys, positions)
+        return positions
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """All keys and positions, by position."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from nestpipe.kernels.jit import kernel, prefetch
-from nestpipe.kernels.keys import AHEAD, mix
+from nestpipe.kernels.keys import AHEAD, ONE, mix
 from nestpipe.kernels.pages import zeros
 
 EMPTY = -1
@@ -21,7 +21,6 @@ EMPTY = -1
 def _find(slots, keys, out):
     mask = np.uint64(len(slots) - 1)
     base = slots.ctypes.data
-    one = np.uint64(1)
     length = len(keys)
     for i in range(length):
         if i + AHEAD < length:
@@ -29,7 +28,7 @@ def _find(slots, keys, out):
         key = keys[i]
         slot = mix(key) & mask
         while slots[slot, 1] != EMPTY and slots[slot, 0] != key:
-            slot = (slot + one) & mask
+            slot = (slot + ONE) & mask
         out[i] = slots[slot, 1]
 
 
@@ -37,11 +36,10 @@ def _find(slots, keys, out):
 def _insert(slots, keys, positions, missing):
     """Gives keys[i] for i in missing the position positions[i]; they must be distinct and absent."""
     mask = np.uint64(len(slots) - 1)
-    one = np.uint64(1)
     for i in missing:
         slot = mix(keys[i]) & mask
         while slots[slot, 1] != EMPTY:
-            slot = (slot + one) & mask
+            slot = (slot + ONE) & mask
         slots[slot, 0] = keys[i]
         slots[slot, 1] = positions[i]
 
@@ -50,23 +48,21 @@ def _insert(slots, keys, positions, missing):
 def _assign(slots, keys, positions):
     """Overwrites the positions of keys, all of which must be present."""
     mask = np.uint64(len(slots) - 1)
-    one = np.uint64(1)
     for i in range(len(keys)):
         slot = mix(keys[i]) & mask
         while slots[slot, 0] != keys[i] or slots[slot, 1] == EMPTY:
-            slot = (slot + one) & mask
+            slot = (slot + ONE) & mask
         slots[slot, 1] = positions[i]
 
 
 @kernel
 def _rehash(old, new):
     mask = np.uint64(len(new) - 1)
-    one = np.uint64(1)
     for i in range(len(old)):
         if old[i, 1] != EMPTY:
             slot = mix(old[i, 0]) & mask
             while new[slot, 1] != EMPTY:
-                slot = (slot + one) & mask
+                slot = (slot + ONE) & mask
             new[slot, 0] = old[i, 0]
             new[slot, 1] = old[i, 1]
 
@@ -75,19 +71,18 @@ def _rehash(old, new):
 def _delete(slots, keys, out):
     """Removes keys; out[i] = the position keys[i] had, or EMPTY. Returns how many there were."""
     mask = np.uint64(len(slots) - 1)
-    one = np.uint64(1)
     deleted = 0
     for i in range(len(keys)):
         hole = mix(keys[i]) & mask
         while slots[hole, 1] != EMPTY and slots[hole, 0] != keys[i]:
-            hole = (hole + one) & mask
+            hole = (hole + ONE) & mask
         out[i] = slots[hole, 1]
         if slots[hole, 1] == EMPTY:
             continue
         deleted += 1
         slot = hole
         while True:
-            slot = (slot + one) & mask
+            slot = (slot + ONE) & mask
             if slots[slot, 1] == EMPTY:
                 break
             home = mix(slots[slot, 0]) & mask
@@ -160,22 +155,22 @@ class HashIndex:
         """Gives keys that are present other positions."""
         _assign(self._slots, keys, positions)
 
-    def delete(self, keys: np.ndarray, out: np.ndarray) -> int:
-        """Removes keys; out[i] = the position that keys[i] had, or -1. Returns how many were there."""
-        deleted = _delete(self._slots, keys, out)
-        self._size -= deleted
-        return deleted
+    def delete(self, keys: np.ndarray) -> np.ndarray:
+        """Removes keys; returns the position that each had, or -1."""
+        positions = np.empty(len(keys), np.int64)
+        self._size -= _delete(self._slots, keys, positions)
+        return positions
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """All keys and positions, in no particular order."""
         keys, positions = np.empty(self._size, np.int64), np.empty(self._size, np.int64)
-        found = _items(self._slots, keys, positions)
-        assert found == self._size
+        count = _items(self._slots, keys, positions)
+        assert count == self._size
         return keys, positions
 
     def blocks(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All keys and positions like `items`, at most `size` at a time; the index must not change meanwhile."""
         keys, positions = np.empty(size, np.int64), np.empty(size, np.int64)
         for start in range(0, len(self._slots), size):
-            found = _items(self._slots[start : start + size], keys, positions)
-            yield keys[:found].copy(), positions[:found].copy()
+            count = _items(self._slots[start : start + size], keys, positions)
+            yield keys[:count].copy(), positions[:count].copy()

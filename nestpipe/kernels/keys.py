@@ -14,6 +14,7 @@ from nestpipe.kernels.jit import kernel, prefetch
 SHARD_BITS = 16
 NUM_SHARDS = 1 << SHARD_BITS
 AHEAD = 16  # keys between asking for a cache line and using it
+ONE = np.uint64(1)  # to go on by one slot: an unsigned slot and a signed 1 would make a float in Numba
 
 _M1 = np.uint64(0xFF51AFD7ED558CCD)
 _M2 = np.uint64(0xC4CEB9FE1A85EC53)
@@ -66,7 +67,6 @@ def deduplicate(keys, slots, bits, unique, inverse):
     limit = 1 << (bits - 1)
     slots[: 1 << bits] = 0
     base = slots.ctypes.data
-    one = np.uint64(1)
     n = 0
     last_ahead = len(keys) - AHEAD
     for i in range(len(keys)):
@@ -86,16 +86,16 @@ def deduplicate(keys, slots, bits, unique, inverse):
             if unique[place] == key:
                 inverse[i] = place
                 break
-            slot = (slot + one) & mask
+            slot = (slot + ONE) & mask
         if n > limit:
-            mask = (mask << one) | one
-            shift -= one
+            mask = (mask << ONE) | ONE
+            shift -= ONE
             limit <<= 1
             slots[: limit << 1] = 0
             for place in range(n):
                 slot = _spread(unique[place]) >> shift
                 while slots[slot] != 0:
-                    slot = (slot + one) & mask
+                    slot = (slot + ONE) & mask
                 slots[slot] = place + 1
     return n
 

@@ -1,7 +1,7 @@
-"""Kernels on whole records: values, optimizer state, and the two counters that eviction reads.
+"""Kernels on whole records, and on the counters that eviction reads.
 
-A record is float32 words: values (two bfloat16 to a word if half), state, then, if the table evicts, two int32: the step
-of the last use and the number of steps that used it.
+A record is float32 words: values (two bfloat16 to a word if half), then state. The counters of a row are two int32, the step
+of its last use and the number of steps that used it; they lie in memory of their own.
 """
 
 from __future__ import annotations
@@ -25,26 +25,18 @@ def put(records, positions, rows):
 
 
 @kernel
-def touch(rows, positions, word, step):
-    """Notes a use in `step` at the counters, which start `word` words into the record."""
+def count_use(counters_of, positions, step, first):
+    """Notes a use in `step` at the counters of these positions; the first of a row forgets what was counted there before."""
     for i in range(len(positions)):
-        counters = carray(int_pointer(address(rows, positions[i]) + word * 4), 2)
+        counters = carray(int_pointer(address(counters_of, positions[i])), 2)
         counters[0] = step
-        counters[1] += 1
+        counters[1] = 1 if first else counters[1] + 1
 
 
 @kernel
-def set_counters(rows, positions, chosen, word, last_used, uses):
-    for i in chosen:
-        counters = carray(int_pointer(address(rows, positions[i]) + word * 4), 2)
-        counters[0] = last_used
-        counters[1] = uses
-
-
-@kernel
-def read_counters(rows, positions, word, last_used, uses):
+def read_counters(counters_of, positions, last_used, uses):
     for i in range(len(positions)):
-        counters = carray(int_pointer(address(rows, positions[i]) + word * 4), 2)
+        counters = carray(int_pointer(address(counters_of, positions[i])), 2)
         last_used[i] = counters[0]
         uses[i] = counters[1]
 

@@ -236,11 +236,11 @@ def adam(
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-def touch(last_used: Tensor, uses: Tensor, positions: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The counters of all records after a use of those at (distinct) positions."""
+def count_use(last_used: Tensor, uses: Tensor, positions: Tensor, step: int, *, first: bool) -> tuple[Tensor, Tensor]:
+    """The counters of all rows after a use, perhaps the first, of those at (distinct) positions."""
     last_used, uses = last_used.clone(), uses.clone()
     last_used[positions] = step
-    uses[positions] += 1
+    uses[positions] = 1 if first else uses[positions] + 1
     return last_used, uses
 
 

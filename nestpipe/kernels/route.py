@@ -31,8 +31,8 @@ def segment_places(counts, start, out):
 
 
 @kernel
-def mean_weights(offsets, weights, first, out):
-    """out[first + i] = weight of key i divided by the sum over its bag; empty `weights` means 1 each."""
+def mean_weights(offsets, weights, out):
+    """out[i] = weight of key i divided by the sum over its bag; empty `weights` means 1 each."""
     for b in range(len(offsets) - 1):
         a, z = offsets[b], offsets[b + 1]
         if len(weights):
@@ -41,10 +41,10 @@ def mean_weights(offsets, weights, first, out):
                 total += weights[i]
             scale = np.float32(1) / total if total != 0 else np.float32(0)
             for i in range(a, z):
-                out[first + i] = weights[i] * scale
+                out[i] = weights[i] * scale
         else:
             for i in range(a, z):
-                out[first + i] = np.float32(1) / np.float32(z - a)
+                out[i] = np.float32(1) / np.float32(z - a)
 
 
 @kernel

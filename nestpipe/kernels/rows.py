@@ -29,7 +29,12 @@ class Rows(NamedTuple):
 def rows_of(array: np.ndarray) -> Rows:
     """A contiguous float32 [N, D] array as Rows. The caller keeps the array alive."""
     assert array.dtype == np.float32 and array.ndim == 2 and array.flags.c_contiguous
-    return Rows(np.array([array.ctypes.data], np.int64), 62, array.shape[1] * 4, False)
+    return one_chunk(array.ctypes.data, array.shape[1] * 4)
+
+
+def one_chunk(start: int, stride: int, *, half: bool = False) -> Rows:
+    """Records that lie side by side from the address `start` on, however many. The caller keeps their memory alive."""
+    return Rows(np.array([start], np.int64), 62, stride, half)  # 2^62 bytes is more than there are addresses
 
 
 @inlined
@@ -198,22 +203,20 @@ def first_rows(seed, keys, positions, normal, a, b, half, out):
 
 
 @kernel
-def birth(rows, seed, keys, positions, born, normal, a, b, initial, state_floats, scratch):
-    """Writes first values and first optimizer state of keys[i] at positions[i], for every i in born.
+def birth(rows, seed, keys, positions, normal, a, b, initial, state_floats, scratch):
+    """Writes first values and first optimizer state of keys[i] at positions[i].
 
     scratch: dim floats. initial: what every float of state starts with.
     """
     dim = len(scratch)
-    for i in born:
+    for i in range(len(keys)):
         here = address(rows, positions[i])
         first_values(seed, keys[i], normal, a, b, scratch)
         if rows.half:
             bits = carray(half_pointer(here), dim)
             for d in range(dim):
                 bits[d] = narrow(scratch[d])
-            if (
-                dim & 1
-            ):  # the other half of the last word: whatever was in memory would be part of digest and checkpoint
+            if dim & 1:  # the other half of the last word: what was in memory would be part of digest and checkpoint
                 carray(half_pointer(here + dim * 2), 1)[0] = 0
         else:
             values = carray(float_pointer(here), dim)

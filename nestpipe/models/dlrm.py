@@ -75,9 +75,9 @@ class DLRM(nn.Module):
         if self.bottom is not None:
             dense_BC = batch.dense.get(self.dense)
             if not isinstance(dense_BC, Tensor) or dense_BC.ndim != 2 or dense_BC.shape[1] != self.num_dense:
-                found = tuple(dense_BC.shape) if isinstance(dense_BC, Tensor) else type(dense_BC).__name__
+                got = tuple(dense_BC.shape) if isinstance(dense_BC, Tensor) else type(dense_BC).__name__
                 raise ValueError(
-                    f"dense input {self.dense!r} must be a tensor [B, {self.num_dense}], got {found}; "
+                    f"dense input {self.dense!r} must be a tensor [B, {self.num_dense}], got {got}; "
                     f"set num_dense to the number of its columns"
                 )
             vectors.append(self.bottom(dense_BC))
@@ -108,8 +108,8 @@ class DLRM(nn.Module):
     def _labels(batch: Batch) -> Tensor:
         labels = batch.labels
         if labels is None or labels.ndim != 1:
-            found = "none" if labels is None else f"shape {tuple(labels.shape)}"
-            raise ValueError(f"DLRM needs labels of shape [B], got {found}; set Batch.labels")
+            got = "none" if labels is None else f"shape {tuple(labels.shape)}"
+            raise ValueError(f"DLRM needs labels of shape [B], got {got}; set Batch.labels")
         wrong = ~((labels >= 0) & (labels <= 1))  # written so that NaN is wrong too
         if wrong.any():
             sample = int(wrong.nonzero()[0])

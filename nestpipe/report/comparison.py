@@ -59,8 +59,12 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 def _speed(run: Run, steady: bool) -> float:
     """Samples per second; of a recorded run without the first steps, which compile and fill the pipeline."""
     if steady:
-        return float(run.result["samples"] / run.result["steps"] / run.mean("mean_step_ms") * 1e3)
+        return float(_samples_in_a_step(run) / run.mean("mean_step_ms") * 1e3)
     return float(run.result["samples_per_second"])
+
+
+def _samples_in_a_step(run: Run) -> float:
+    return float(run.result["samples"] / max(run.result.get("session_steps", run.result["steps"]), 1))
 
 
 def _how(runs: Sequence[Run], steady: bool) -> str:
@@ -69,7 +73,7 @@ def _how(runs: Sequence[Run], steady: bool) -> str:
         how = "By samples per second of the whole run, first steps included: not all were recorded (`--trace`)."
     values = {
         "workers": [run.result["workers"] for run in runs],
-        "samples in a step": [run.result["samples"] / max(run.result["steps"], 1) for run in runs],
+        "samples in a step": [_samples_in_a_step(run) for run in runs],
         "model": [run.config.get("model") for run in runs],
         "data": [run.config.get("data") for run in runs],
     }

@@ -163,8 +163,9 @@ def _facts(run: Run) -> Table:
         ["samples", f"{result['samples']:,}"],
         ["seconds", figure(result.get("seconds"))],
     ]
-    if isinstance(result.get("bytes_sent"), int) and result["steps"]:
-        rows.append(["sent in a step", size(result["bytes_sent"] / result["steps"])])
+    steps = result.get("session_steps", result["steps"])  # that it was sent in
+    if isinstance(result.get("bytes_sent"), int) and steps:
+        rows.append(["sent in a step", size(result["bytes_sent"] / steps)])
     if result.get("skipped_batches"):
         rows.append(["skipped batches (not finite)", str(result["skipped_batches"])])
     return Table("Facts", ["", ""], [*rows, ["digest", f"`{result['digest']}`"]])

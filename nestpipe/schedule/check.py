@@ -29,6 +29,7 @@ from nestpipe.schedule.ops import (
     Op,
     Schedule,
     Task,
+    relative,
 )
 
 USES = 5  # neighbouring batches over which every pattern of use of a row is tried
@@ -273,7 +274,7 @@ def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order, schedule
         first, then = min(loose, key=lambda pair: (place[pair[1]] - place[pair[0]], place[pair[0]]))
         thing = loose[first, then]
         name = thing if isinstance(thing, str) else thing[0]  # type: ignore[index]
-        edge = f"{_relative(first, then.batch)} -> {_relative(then, then.batch)}"
+        edge = f"{relative(first, then.batch)} -> {relative(then, then.batch)}"
         found.append(f"missing edge {edge}: both touch the {name}, and nothing orders them")
         for op in graph:
             other = first._replace(batch=op.batch + first.batch - then.batch)
@@ -305,12 +306,6 @@ def _serial_place(op: Op) -> tuple[int, int, int]:
     if op.name in (FWD, BWD):  # micro-batch by micro-batch
         return op.batch, order.index(FWD), 2 * op.part + (op.name == BWD)
     return op.batch, order.index(op.name), op.part
-
-
-def _relative(op: Op, origin: int) -> str:
-    shift = op.batch - origin
-    batch = "t" if shift == 0 else f"t{shift:+d}"
-    return f"{op.name}({batch})" if op.part == 0 else f"{op.name}({batch},{op.part})"
 
 
 # -- one row, followed through one run ---------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-def relative(op: Op) -> str:
-    """An operation of a step as text: batch 0 is t."""
-    batch = "t" if op.batch == 0 else f"t{op.batch:+d}"
+def relative(op: Op, origin: int = 0) -> str:
+    """An operation as text: batch `origin` is t."""
+    batch = "t" if op.batch == origin else f"t{op.batch - origin:+d}"
     return f"{op.name}({batch})" if op.part == 0 else f"{op.name}({batch},{op.part})"

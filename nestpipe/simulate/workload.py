@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nestpipe.batch import Batch, Jagged
 from nestpipe.config import Built, Config, build
 from nestpipe.exchange.clustering import cluster
-from nestpipe.exchange.layout import key_bytes
 from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.requests import is_wide
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.simulate.keys import Growth, count
 from nestpipe.tables import Feature, Table
@@ -167,7 +167,7 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
         keys=float(np.mean([len(batch) for batch in keys])),
         growth=count(keys),
         record=table.dim * element + 4 * table.optimizer.state_floats(table.dim),
-        key_bytes=max(map(key_bytes, keys)),
+        key_bytes=8 if any(map(is_wide, keys)) else 4,
         bags=bags,
         tier=table.tier,
         pooled_at="source" if sequences else table.pooled_at,

@@ -123,7 +123,7 @@ class Directory:
         if self._counters is not None:
             self._expire(keys, positions, step)
             # Found rows are marked as used first, so that making room for others cannot take them.
-            records.touch(self._counters.raw, positions[positions >= 0], 0, step)
+            records.count_use(self._counters.raw, positions[positions >= 0], step, first=False)
         missing = np.flatnonzero(positions < 0)
         if not len(missing):
             return positions, []
@@ -145,14 +145,12 @@ class Directory:
         positions = np.empty(len(keys), np.int64)
         self.index.find(keys, positions)
         if self._ttl is not None:
-            found = np.flatnonzero(positions >= 0)
-            last_used, _ = self._read_counters(positions[found])
-            positions[found[last_used < self.step - self._ttl]] = -1
+            positions[self._late(positions, self.step)] = -1
         if self.shares_rows:
             missing = np.flatnonzero(positions < 0)
-            where = np.empty(len(missing), np.int64)
-            self.shared.find(shards(keys[missing]), where)
-            positions[missing] = where
+            shared = np.empty(len(missing), np.int64)
+            self.shared.find(shards(keys[missing]), shared)
+            positions[missing] = shared
         return positions
 
     # -- everything at once: digest, checkpoint ----------------------------------------------------------------------
@@ -212,7 +210,7 @@ class Directory:
 
     def _count_first_use(self, positions: np.ndarray) -> None:
         if self._counters is not None:
-            records.set_counters(self._counters.raw, positions, np.arange(len(positions)), 0, self.step, 1)
+            records.count_use(self._counters.raw, positions, self.step, first=True)
 
     def _admit(self, keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Counts a sighting of each missing key: those still rare, and those that now get a row of their own. Refuses to count
@@ -232,7 +230,7 @@ class Directory:
                 f"to 64 bytes) and go on from a checkpoint, or start anew with a lower admit_after={self.table.admit_after}"
             )
         self.sightings.assign(candidates[again], seen[again])
-        self.sightings.delete(leaving, np.empty(len(leaving), np.int64))
+        self.sightings.delete(leaving)
         self.sightings.insert(candidates, seen, rare)
         return missing[~admitted], missing[admitted]
 
@@ -253,13 +251,11 @@ class Directory:
     def _read_counters(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         assert self._counters is not None
         last_used, uses = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
-        records.read_counters(self._counters.raw, positions, 0, last_used, uses)
+        records.read_counters(self._counters.raw, positions, last_used, uses)
         return last_used, uses
 
     def _drop(self, keys: np.ndarray) -> None:
-        positions = np.empty(len(keys), np.int64)
-        self.index.delete(keys, positions)
-        self._held = np.concatenate([self._held, positions])
+        self._held = np.concatenate([self._held, self.index.delete(keys)])
         self.evicted += len(keys)
 
     def _expire(self, keys: np.ndarray, positions: np.ndarray, step: int) -> None:
@@ -272,11 +268,16 @@ class Directory:
             self._next_sweep = step + max(1, self._ttl // 8)
             self.index.find(keys, positions)
             return
-        found = np.flatnonzero(positions >= 0)
-        last_used, _ = self._read_counters(positions[found])
-        late = found[last_used < step - self._ttl]
+        late = self._late(positions, step)
         self._drop(keys[late])
         positions[late] = -1
+
+    def _late(self, positions: np.ndarray, step: int) -> np.ndarray:
+        """Which of these positions, -1 where there is none, have a row that is past its ttl."""
+        assert self._ttl is not None
+        there = np.flatnonzero(positions >= 0)
+        last_used, _ = self._read_counters(positions[there])
+        return there[last_used < step - self._ttl]
 
     def _make_room(self, num_born: int, step: int) -> None:
         assert self._budget is not None and self.table.eviction is not None

@@ -9,12 +9,12 @@ import numpy as np
 
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import mix
-from nestpipe.kernels.rows import Rows, gather
+from nestpipe.kernels.rows import Rows, gather, one_chunk
 from nestpipe.kernels.update import Gradients
 from nestpipe.store.directory import Births, Directory
 from nestpipe.store.hotset import INDEX_BYTES, ROW_BYTES, HotSet
 from nestpipe.store.rowfile import RowFile
-from nestpipe.store.table_store import ALONE, Pairs, StoreStats, TableStore
+from nestpipe.store.table_store import ALONE, StoreStats, TableStore
 from nestpipe.store.undo import FrozenFile
 from nestpipe.tables import Table
 
@@ -37,8 +37,6 @@ class DiskStore(TableStore):
     `Table.memory` bounds everything of the table that is in memory, the two buffers of the caller included: what the key
     index needs comes first, and the hot set gives way as that grows.
     """
-
-    buffered = True
 
     def __init__(
         self,
@@ -77,8 +75,8 @@ class DiskStore(TableStore):
         self._expect_buffers(len(keys), len(keys) * self.record_words * 4)
         self._fit(keys)
         positions, self.births = self.directory.resolve(keys, step)
-        for one in self.births:
-            self._expect(one)
+        for births in self.births:
+            self._expect(births)
         self._mark(positions, step)
         return positions
 
@@ -111,35 +109,30 @@ class DiskStore(TableStore):
             stored = positions[self._hot.find(positions) >= 0]
             raise
         finally:
-            self._unborn.delete(stored, np.empty(len(stored), np.int64))
+            self._unborn.delete(stored)
 
     def rows_in(self, records: np.ndarray) -> Rows:
         """A buffer of records as Rows, for update, gather and pool."""
         assert records.dtype == np.float32 and records.flags.c_contiguous and records.shape[1] == self.record_words
-        return Rows(np.array([records.ctypes.data], np.int64), 62, self.record_words * 4, self.half)
+        return one_chunk(records.ctypes.data, self.record_words * 4, half=self.half)
 
     # -- evaluation, digest, checkpoint ------------------------------------------------------------------------------
 
     def read(self, keys: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
         """out[i] = values at positions[i], or what keys[i] would be born with where the position is negative."""
-        found = np.flatnonzero(positions >= 0)
-        distinct, back = np.unique(positions[found], return_inverse=True)  # rare keys may share a position
+        born = np.flatnonzero(positions >= 0)
+        distinct, back = np.unique(positions[born], return_inverse=True)  # rare keys may share a position
         size = self._block_rows
         for start in range(0, len(distinct), size):
             block = self.words(distinct[start : start + size])
             here = np.flatnonzero((back >= start) & (back < start + size))
-            gather(self.rows_in(block), back[here] - start, found[here], out)
+            gather(self.rows_in(block), back[here] - start, born[here], out)
         self._read_unborn(keys, positions, out)
 
     def words(self, positions: np.ndarray) -> np.ndarray:
         out = np.empty((len(positions), self.record_words), np.float32)
         self._fetch(positions, out, np.arange(len(positions)))
         return out
-
-    def items(self) -> Pairs:
-        """Keys that have a row, and its position, sorted by position: in the order of the file."""
-        self.directory.sweep()
-        return self.directory.index.items()
 
     def put(self, keys: np.ndarray, rows: np.ndarray, *, shared: bool = False) -> None:
         self._fit(keys)
@@ -185,7 +178,7 @@ class DiskStore(TableStore):
         """New rows are nowhere yet; what the hot set has at their positions are rows given up before."""
         kind = SHARED if births.seed == self.directory.shared_seed else OWN
         self._hot.discard(births.positions)
-        self._unborn.delete(births.positions, np.empty(len(births.positions), np.int64))
+        self._unborn.delete(births.positions)
         self._unborn.insert(births.positions, np.full(len(births.positions), kind), np.arange(len(births.positions)))
 
     def _fetch(self, positions: np.ndarray, out: np.ndarray, targets: np.ndarray) -> tuple[int, int]:

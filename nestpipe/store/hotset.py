@@ -12,7 +12,7 @@ import numpy as np
 from nestpipe.kernels import records
 from nestpipe.kernels.compact import CompactIndex
 from nestpipe.kernels.pages import anonymous
-from nestpipe.kernels.rows import NONE, Rows, gather
+from nestpipe.kernels.rows import NONE, gather, one_chunk
 from nestpipe.store.rowfile import RowFile
 
 # Stamps of slots that are not for the taking; others hold the number of the `put` that wrote them last.
@@ -42,12 +42,12 @@ class HotSet:
         self.capacity = self._most = capacity
         words = file.layout.words
         self._maps = [(anonymous(capacity * width), width) for width in (words * 4, 8, 4)]
-        starts = [np.frombuffer(one, np.uint8).ctypes.data for one, _ in self._maps]
-        self.rows = Rows(np.array(starts[:1], np.int64), 62, words * 4, False)
+        starts = [np.frombuffer(pages, np.uint8).ctypes.data for pages, _ in self._maps]
+        self.rows = one_chunk(starts[0], words * 4)
         self._stamps = np.frombuffer(self._maps[2][0], np.int32, capacity)
         self._positions = np.frombuffer(self._maps[1][0], np.int64, capacity)
         self._index = CompactIndex(capacity * 3 // 4)  # never needs to grow: it is two thirds full at most
-        self._index.key_rows = Rows(np.array(starts[1:2], np.int64), 62, 8, False)
+        self._index.key_rows = one_chunk(starts[1], 8)
         self._free = NONE
         self._high = 0  # slots from here on have not been used
         self._clock = 0
@@ -95,7 +95,7 @@ class HotSet:
         # Nothing is let go before there is room: whatever fails, the newest version of every row is here.
         slots = self._kept(positions)
         missing = np.flatnonzero(slots < 0)
-        self._index.delete(positions[missing], np.empty(len(missing), np.int64))
+        self._index.delete(positions[missing])
         slots[missing] = self._take(len(missing))
         self._index.insert(positions, slots, missing)
         self._stamps[slots] = self._clock
@@ -104,14 +104,13 @@ class HotSet:
     def _kept(self, positions: np.ndarray) -> np.ndarray:
         """The slot that a new version of each position goes to, or -1: a slot that is being written is not changed."""
         slots = self.find(positions)
-        found = np.flatnonzero(slots >= 0)
-        slots[found[self._stamps[slots[found]] == BUSY]] = -1
+        hot = np.flatnonzero(slots >= 0)
+        slots[hot[self._stamps[slots[hot]] == BUSY]] = -1
         return slots
 
     def discard(self, positions: np.ndarray) -> None:
         """Forgets what it has of these positions."""
-        slots = np.empty(len(positions), np.int64)
-        self._index.delete(positions, slots)
+        slots = self._index.delete(positions)
         slots = slots[slots >= 0]
         self._release(slots[self._stamps[slots] != BUSY])  # the others when they are written
 
@@ -168,7 +167,7 @@ class HotSet:
             positions, stamps = self._positions[slots], self._stamps[slots]
             block = np.empty((len(slots), self.rows.stride // 4), np.float32)
             gather(self.rows, slots, NONE, block)
-            self._index.delete(positions, np.empty(len(slots), np.int64))
+            self._index.delete(positions)
             targets = self._take(len(slots))
             self._index.insert(positions, targets, np.arange(len(slots)))
             self._stamps[targets] = stamps
@@ -216,6 +215,6 @@ class HotSet:
             self._stamps[job.slots[current]] = 0
             self._release(job.slots[~current])
             raise problem
-        self._index.delete(job.positions[current], np.empty(int(current.sum()), np.int64))
+        self._index.delete(job.positions[current])
         self._release(job.slots)
         self.written += len(job.slots)

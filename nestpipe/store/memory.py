@@ -9,7 +9,7 @@ from nestpipe.kernels.rows import NONE, Rows, gather
 from nestpipe.kernels.update import Gradients
 from nestpipe.store.chunks import Chunks
 from nestpipe.store.directory import Directory
-from nestpipe.store.table_store import ALONE, Pairs, StoreStats, TableStore
+from nestpipe.store.table_store import ALONE, StoreStats, TableStore
 from nestpipe.tables import Table
 
 __all__ = ["MemoryStore", "StoreStats"]
@@ -21,8 +21,6 @@ class MemoryStore(TableStore):
     Growing never moves a row, so `update` and readers of `rows` in another thread are not disturbed by a `resolve`; see
     TableStore for which thread may call what.
     """
-
-    buffered = False
 
     def __init__(self, table: Table, *, seed: int, owners: np.ndarray = ALONE) -> None:
         super().__init__(table, Directory(table, seed=seed, num_owners=len(owners)), seed=seed, owners=owners)
@@ -37,8 +35,8 @@ class MemoryStore(TableStore):
         """The position of each of these distinct keys; rows are born, counted and given up as the table says."""
         positions, self.births = self.directory.resolve(keys, step)
         self._chunks.reserve(self.directory.used)
-        for one in self.births:
-            self._bear(self.rows, one)
+        for births in self.births:
+            self._bear(self.rows, births)
         self._mark(positions, step)
         return positions
 
@@ -51,13 +49,6 @@ class MemoryStore(TableStore):
         """Applies the row optimizer once to distinct positions (of `rows`, or of the store's own), whose gradients are
         summed and multiplied by scale."""
         self._update(self.rows if rows is None else rows, positions, grads, scale)
-
-    def items(self) -> Pairs:
-        """Keys that have a row, and its position, sorted by key."""
-        self.directory.sweep()
-        keys, positions = self.directory.index.items()
-        order = np.argsort(keys)
-        return keys[order], positions[order]
 
     def words(self, positions: np.ndarray) -> np.ndarray:
         out = np.empty((len(positions), self.record_words), np.float32)

@@ -213,7 +213,7 @@ class RowFile:
         self, writes: bool, failure: np.ndarray, positions: np.ndarray, keys: np.ndarray
     ) -> StorageError | None:
         """What the kernel has told, if anything."""
-        code, position, detail, found = failure.tolist()
+        code, position, detail, other_key = failure.tolist()
         if code == blocks.FINE:
             return None
         key = int(keys[np.searchsorted(positions, position)])
@@ -230,7 +230,9 @@ class RowFile:
             )
         slot = block + position % self.layout.per_block * (self.layout.words * 4 + 16)
         place = f"table {self.table!r}, key {key}, byte {slot}"
-        problem = "is damaged: a checksum does not fit" if code == blocks.DAMAGED else f"holds the row of key {found}"
+        problem = (
+            "is damaged: a checksum does not fit" if code == blocks.DAMAGED else f"holds the row of key {other_key}"
+        )
         return self._error(f"{problem} ({place}); check the disk, and go on from the last checkpoint")
 
     def _no_room(self, number: int | None, doing: str) -> StorageError:

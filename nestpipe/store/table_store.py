@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nestpipe.kernels import records, update
+from nestpipe.kernels.compact import CompactIndex
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import shards
 from nestpipe.kernels.rows import Rows, birth, first_rows
@@ -47,8 +48,6 @@ class TableStore:
     and reads of rows may run in another one at the same time, for rows of another batch.
     """
 
-    buffered: bool  # whether a batch works on copies (fill, write_back), or on the rows themselves
-
     def __init__(self, table: Table, directory: Directory, *, seed: int, owners: np.ndarray) -> None:
         self.table = table
         self.owners = owners  # the workers that hold the table
@@ -71,7 +70,7 @@ class TableStore:
 
     def hand_to(self, owners: np.ndarray) -> None:
         """These workers hold the table; said before it has any row, and not of one on disk."""
-        assert self.directory.used == 0 and not self.buffered
+        assert self.directory.used == 0 and self.table.tier != "disk"
         self.owners = owners
         self.directory.share(len(owners))
 
@@ -83,7 +82,7 @@ class TableStore:
     @property
     def counts(self) -> bool:
         """Whether a look-up leaves more behind than rows of new keys: uses that are counted, or rows that are elsewhere."""
-        return self.buffered or self.shares_rows or self.table.eviction is not None
+        return self.table.tier == "disk" or self.shares_rows or self.table.eviction is not None
 
     @property
     def is_empty(self) -> bool:
@@ -122,8 +121,7 @@ class TableStore:
         """Writes first values and first state at births.positions of rows."""
         normal, a, b = self._init()
         initial = np.float32(getattr(self.table.optimizer, "initial", 0.0))
-        everyone = np.arange(len(births.keys))
-        birth(rows, births.seed, births.keys, births.positions, everyone, normal, a, b, initial,
+        birth(rows, births.seed, births.keys, births.positions, normal, a, b, initial,
               self._state_floats, self._birth_scratch)  # fmt: skip
 
     def _read_unborn(self, keys: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
@@ -136,6 +134,11 @@ class TableStore:
                 first_rows(self.directory.seed, keys, positions, normal, a, b, self.half, out)
 
     # -- everything at once: digest, checkpoint ----------------------------------------------------------------------
+
+    def items(self) -> Pairs:
+        """Keys that have a row of their own, and its position, sorted by key."""
+        self.directory.sweep()
+        return _sorted(self.directory.index)
 
     def shared_items(self) -> Pairs:
         """Shards that have a row shared by rare keys, and its position, sorted by shard."""
@@ -234,14 +237,6 @@ class TableStore:
         """After the last `put`: goes on after so many updates, of which `step` was the last."""
         self.updates, self.directory.step = updates, step
 
-    def restore(self, items: Pairs, shared: Pairs, sightings: Pairs, *, updates: int, step: int) -> None:
-        """Puts (keys, records), (shards, records) and (keys, counts) into an empty store."""
-        assert self.directory.used == 0
-        self.put(*items)
-        self.put(*shared, shared=True)
-        self.put_sightings(*sightings)
-        self.resume(updates=updates, step=step)
-
     def digest(self) -> tuple[int, int]:
         """Two 64-bit sums over (key, row, optimizer state); sums of several workers add up (mod 2^64)."""
         out = np.zeros(2, np.uint64)
@@ -251,7 +246,7 @@ class TableStore:
         return int(out[0]), int(out[1])
 
 
-def _sorted(index: HashIndex) -> Pairs:
+def _sorted(index: HashIndex | CompactIndex) -> Pairs:
     keys, positions = index.items()
     order = np.argsort(keys)
     return keys[order], positions[order]

@@ -37,12 +37,13 @@ def make(declare: Callable[[int], dict[str, Any]]) -> str:
     torch.manual_seed(0)
     options = {"tables": tables(rank), "features": FEATURES, "model": Sum(), "lr": 0.1, **declare(rank)}
     lr = options.pop("lr")
+    optimizer = options.pop("dense_optimizer", lambda p: torch.optim.SGD(p, lr))
     try:
         with Trainer(
             options.pop("model"),
             options.pop("tables"),
             options.pop("features"),
-            dense_optimizer=lambda p: torch.optim.SGD(p, lr),
+            dense_optimizer=optimizer,
             **options,
         ):
             return "made"
@@ -82,6 +83,23 @@ def other_dense_lr(rank: int) -> dict[str, Any]:
     return {"lr": 0.1 + rank}
 
 
+def other_tensor_lr(rank: int) -> dict[str, Any]:
+    return {"lr": torch.tensor(0.00100001 if rank == 0 else 0.00100004)}
+
+
+def other_betas(rank: int) -> dict[str, Any]:
+    betas = (torch.tensor(0.9), torch.tensor(0.99 if rank == 0 else 0.9900004))
+    return {"dense_optimizer": lambda p: torch.optim.Adam(p, torch.tensor(0.1), betas=betas, capturable=True)}
+
+
+def other_groups(rank: int) -> dict[str, Any]:
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        first, second = parameters[:: 1 - 2 * rank]
+        return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.5}])
+
+    return {"dense_optimizer": grouped}
+
+
 def other_model(rank: int) -> dict[str, Any]:
     return {"model": Sum(4 + rank)}
 
@@ -103,6 +121,9 @@ DIFFERENCES = [
     (other_admission, "table 0: admit_after is 1 on rank 0 and 2 on rank 1"),
     (other_pooling_place, "table 0: pooled_at is 'auto' on rank 0 and 'owner' on rank 1"),
     (other_dense_lr, "dense_optimizer: lr of group 0 is 0.1 on rank 0 and 1.1 on rank 1"),
+    (other_tensor_lr, "dense_optimizer: lr of group 0 is 0.00100000"),
+    (other_betas, "dense_optimizer: betas of group 0 is (0.89999997"),
+    (other_groups, "dense_optimizer: parameter 0 of group 0 is 'out.weight' on rank 0 and 'out.bias' on rank 1"),
     (other_model, "model: out.weight is ((1, 4), torch.float32, True) on rank 0 and ((1, 5)"),
     (other_schedule, "schedule is 'dbp' on rank 0 and 'nested' on rank 1"),
     (other_micro_batches, "micro_batches is 1 on rank 0 and 2 on rank 1"),

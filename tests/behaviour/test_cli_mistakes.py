@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from nestpipe.cli import main
+from nestpipe.cli import _guard, main
+from nestpipe.errors import StorageError, TrainingError
 
 CLICKS = """
 [data]
@@ -76,6 +77,12 @@ PREDICT = "clicks.toml --profile npu-1536 --workers 2"
         ("report a-folder --out a-folder", "cannot write a-folder: it is a folder"),
         ("train clicks.toml --out a-file", "cannot write a-file: it is a file"),
         ("train clicks.toml --out run --json a-folder", "cannot write a-folder: it is a folder"),
+        (
+            "train clicks.toml --out run --set train.checkpoints=a-file/x",
+            "cannot write a-file/x: {folder}/a-file is a file",
+        ),
+        ("train clicks.toml --out run --resume --set train.checkpoints=a-file", "cannot write a-file: it is a file"),
+        ("train clicks.toml --out run --set train.storage=a-file", "cannot write a-file: it is a file"),
         ("checkpoint export nothing item a-folder", "cannot write a-folder: it is a folder"),
         ("checkpoint export nothing item out.parquet", "nothing does not exist; give the folder of a checkpoint"),
         ("checkpoint inspect nothing", "nothing does not exist; give the folder of a checkpoint"),
@@ -93,6 +100,14 @@ def test_a_mistake_is_told_in_one_line(
     before = sorted(folder.rglob("*"))
     assert message.format(folder=folder) in told(capsys, command)
     assert sorted(folder.rglob("*")) == before, "nothing was written"
+
+
+def test_a_table_that_cannot_be_written_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        raise TrainingError("rank 0, tables: rows.bin: no room") from StorageError("rows.bin: no room")
+
+    assert _guard(work, 0) == 1
+    assert capsys.readouterr().err == "nestpipe: error: rank 0, tables: rows.bin: no room\n"
 
 
 def finished_run(folder: Path) -> Path:

@@ -190,6 +190,14 @@ def test_ctrl_c_ends_fit_between_two_steps_and_training_can_go_on(cluster: Clust
     assert told.startswith("training has stopped after step") and digest == expected
 
 
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_ctrl_c_at_a_terminal_reaches_both_workers_and_their_training_can_go_on(cluster: Cluster, tier: str) -> None:
+    expected = cluster.run(2, undisturbed, "nested", tier)
+    results = cluster.run(2, interrupt_once, "nested", tier)
+    assert results[0] == results[1] and results[0][0].startswith("training has stopped after step")
+    assert [digest for _, digest in results] == expected
+
+
 def interrupt_twice(schedule: str) -> list[str]:
     """The second Ctrl-C comes while compute waits for rows; the trainer refuses then, or goes on, and never hangs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -223,10 +231,10 @@ def interrupt_twice(schedule: str) -> list[str]:
         close(trainer, folder)
 
 
-@pytest.mark.parametrize("schedule", ["fwp", "nested"])
-def test_a_second_ctrl_c_while_compute_waits_leaves_no_lane_behind(cluster: Cluster, schedule: str) -> None:
-    (told,) = cluster.run(1, interrupt_twice, schedule)
-    assert len(told) == 2 and all("in between two steps (" in text and "new trainer" in text for text in told)
+@pytest.mark.parametrize(("schedule", "world"), [("fwp", 1), ("nested", 1), ("nested", 2)])
+def test_a_second_ctrl_c_while_compute_waits_leaves_no_lane_behind(cluster: Cluster, schedule: str, world: int) -> None:
+    for told in cluster.run(world, interrupt_twice, schedule):
+        assert len(told) == 2 and all("in between two steps (" in text and "new trainer" in text for text in told)
 
 
 def stop_and_go_on(schedule: str) -> tuple[int, str]:

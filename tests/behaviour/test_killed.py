@@ -76,7 +76,7 @@ def test_sigterm_saves_and_resume_ends_with_the_same_bits(
     assert code == 0, error
     assert f"resuming after step {step}, from {newest}" in error
     result = read(out / "result.json")
-    assert (result["digest"], result["steps"]) == (digest, STEPS - step)
+    assert (result["digest"], result["steps"], result["session_steps"]) == (digest, STEPS, STEPS - step)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds workers in /proc")
@@ -97,5 +97,5 @@ def test_a_worker_that_is_killed_is_started_again_and_the_run_ends_with_the_same
     assert code == 0, error
     assert "resuming after step " in error
     result = read(out / "result.json")
-    assert result["digest"] == digest and result["steps"] < STEPS
-    assert not [one.name for one in (out / "checkpoints").iterdir() if one.name.endswith(".partial")]
+    assert result["digest"] == digest and result["session_steps"] < STEPS == result["steps"]
+    assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.endswith(".partial")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -102,10 +103,11 @@ def whole_and_resumed(config: Config, folder: Path) -> dict[str, Any]:
     return {"whole": whole, "resumed": resumed, "saved": saved}
 
 
-def assert_alike(found: dict[str, Any], *, done: int = 6, steps: int = 12) -> None:
-    whole, resumed = found["whole"], found["resumed"]
-    assert found["saved"][0] == folder_of(done)
-    assert (whole["steps"], resumed["steps"]) == (steps, steps - done)
+def assert_alike(results: dict[str, Any], *, done: int = 6, steps: int = 12) -> None:
+    whole, resumed = results["whole"], results["resumed"]
+    assert results["saved"][0] == folder_of(done)
+    assert whole["steps"] == resumed["steps"] == whole["session_steps"] == steps
+    assert (resumed["session_steps"], resumed["resumed_after"]) == (steps - done, done)
     assert resumed["digest"] == whole["digest"]
     assert resumed["metrics"] == whole["metrics"] and resumed["last_loss"] == whole["last_loss"]
 
@@ -142,20 +144,20 @@ def test_batches_that_were_left_out_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     with_nan(monkeypatch)
-    found = whole_and_resumed(
+    results = whole_and_resumed(
         configured(train={"on_nonfinite": "skip"}, schedule={"name": schedule, "micro_batches": 2}), tmp_path
     )
-    assert_alike(found)
-    assert found["whole"]["skipped_batches"] > found["resumed"]["skipped_batches"] > 0
+    assert_alike(results)
+    assert results["whole"]["skipped_batches"] > results["resumed"]["skipped_batches"] > 0
 
 
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
 def test_dropout_goes_on_where_it_was(tmp_path: Path, schedule: str) -> None:
     config = configured(SEQUENCES, schedule={"name": schedule})
-    found = whole_and_resumed(config, tmp_path)
-    assert_alike(found, steps=10)
+    results = whole_and_resumed(config, tmp_path)
+    assert_alike(results, steps=10)
     dry = train(configured(SEQUENCES, model={"dropout": 0.0, "input_dropout": 0.0}), tmp_path / "dry")
-    assert dry["digest"] != found["whole"]["digest"], "no dropout: the test shows nothing"
+    assert dry["digest"] != results["whole"]["digest"], "no dropout: the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -197,8 +199,8 @@ def resumed_slowly(config: Config, folder: Path, seconds: float) -> dict[str, st
 
 
 def test_passing_over_data_may_take_longer_than_a_batch_may(cluster: Cluster, tmp_path: Path) -> None:
-    for found in cluster.run(2, resumed_slowly, configured(train={"timeout": 2}), tmp_path, 3.5):
-        assert found["whole"] == found["resumed"]
+    for results in cluster.run(2, resumed_slowly, configured(train={"timeout": 2}), tmp_path, 3.5):
+        assert results["whole"] == results["resumed"]
 
 
 def test_a_worker_without_data_does_not_keep_the_others_waiting(cluster: Cluster, tmp_path: Path) -> None:
@@ -207,10 +209,10 @@ def test_a_worker_without_data_does_not_keep_the_others_waiting(cluster: Cluster
     (tmp_path / "rows.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
     tables = {"C*": {"dim": 4, "pooling": "sum", "lr": 0.1}}
     values = {**CLICKS, "data": {"kind": "criteo", "path": str(tmp_path / "rows.tsv")}, "tables": tables}
-    for found in cluster.run(
+    for results in cluster.run(
         2, whole_and_resumed, configured(values, train={"batch_size": 8, "reader": "thread"}), tmp_path
     ):
-        assert_alike(found)
+        assert_alike(results)
 
 
 def pass_over(seconds: float, limit: float, fails: int | None) -> tuple[int, int]:
@@ -224,7 +226,7 @@ def pass_over(seconds: float, limit: float, fails: int | None) -> tuple[int, int
         return trainer.rank
 
     try:
-        return trainer.wait_for(work, what="passing over data", limit=limit), trainer.rank
+        return trainer.workers.wait_for(work, what="passing over data", limit=limit), trainer.rank
     finally:
         over.set()
 
@@ -268,7 +270,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_taken(
     damage(saved / folder_of(6))
     with caplog.at_level(logging.WARNING, "nestpipe"):
         resumed = train(config, folder, resume=True)
-    assert resumed["digest"] == whole["digest"] and resumed["steps"] == 9
+    assert resumed["digest"] == whole["digest"] and resumed["session_steps"] == 9
     said = [record.getMessage() for record in caplog.records]
     assert folder_of(6) in said[0] and "is damaged" in said[0]
     assert said[1] == f"resuming after step 3, from {saved / folder_of(3)}"
@@ -306,7 +308,7 @@ def test_a_checkpoint_has_the_configuration_of_its_run(tmp_path: Path) -> None:
     config = configured(train={"full_every": 2})
     train(config, tmp_path)
     for path in [*complete(tmp_path / "checkpoints"), tmp_path / "final"]:
-        assert manifest.read(path).settings["config"] == json.loads((tmp_path / "config.json").read_text())
+        assert manifest.read(path).settings.config == json.loads((tmp_path / "config.json").read_text())
         said = inspect(path).splitlines()
         assert any(line.startswith("config [train]: batch_size = 16, steps = 12,") for line in said), said
         assert 'config [data]: kind = "synthetic_clicks"' in "\n".join(said)
@@ -324,8 +326,22 @@ def test_a_finished_run_that_is_resumed_trains_nothing_more_and_stays_as_it_is(t
         folder = tmp_path / name
         whole, before = train(configured(**entries), folder), everything(folder)
         again = train(configured(**entries), folder, resume=True)
-        assert again["steps"] == 0 and again["digest"] == whole["digest"] and again["metrics"] == whole["metrics"]
+        assert (
+            again["session_steps"] == 0 and again["digest"] == whole["digest"] and again["metrics"] == whole["metrics"]
+        )
         assert everything(folder) == before
+
+
+def test_a_result_that_is_lost_is_written_again_with_all_steps_of_the_run(tmp_path: Path) -> None:
+    whole = train(configured(), tmp_path)
+    (tmp_path / "result.json").unlink()
+    train(configured(), tmp_path, resume=True)
+    again = json.loads((tmp_path / "result.json").read_text())
+    assert (again["steps"], again["resumed_after"], again["session_steps"]) == (12, 12, 0)
+    assert again["digest"] == whole["digest"] and again["metrics"] == whole["metrics"]
+    train(configured(train={"steps": 15}), tmp_path, resume=True)
+    longer = json.loads((tmp_path / "result.json").read_text())
+    assert (longer["steps"], longer["resumed_after"], longer["session_steps"], longer["samples"]) == (15, 12, 3, 3 * 16)
 
 
 @pytest.mark.parametrize("name", ["config.json", "result.json", "final", "tensorboard", "checkpoints"])
@@ -388,7 +404,7 @@ def test_a_finished_run_with_more_steps_goes_on_from_its_end(tmp_path: Path, eve
     whole = train(long, tmp_path / "whole")
     first = train(short, tmp_path / "run")
     rest = train(long, tmp_path / "run", resume=True)
-    assert (first["steps"], rest["steps"]) == (12, 8) and rest["digest"] == whole["digest"]
+    assert (first["steps"], rest["steps"], rest["session_steps"]) == (12, 20, 8) and rest["digest"] == whole["digest"]
     assert manifest.read(tmp_path / "run" / "final").step == 20
     assert json.loads((tmp_path / "run" / "result.json").read_text())["digest"] == whole["digest"]
     assert not list(problems(tmp_path / "run" / "final-1")), "the end before is kept"
@@ -402,7 +418,7 @@ def test_a_run_that_is_lost_while_it_goes_on_from_its_end_still_has_that(tmp_pat
         train(long, tmp_path, resume=True)
     after = everything(tmp_path)
     assert all(after[name] == before[name] for name in before if name.startswith(("final", "result.json")))
-    assert train(long, tmp_path, resume=True)["steps"] == 6
+    assert train(long, tmp_path, resume=True)["session_steps"] == 6
 
 
 @pytest.mark.parametrize("after", ["saved", "put aside"])
@@ -417,7 +433,7 @@ def test_a_run_that_is_killed_while_its_end_takes_the_place_of_the_one_before_lo
         (tmp_path / "result.json").unlink()
         (tmp_path / "final").rename(tmp_path / "final-1")
     again = train(long, tmp_path, resume=True)
-    assert again["steps"] == 0 and again["digest"] == whole["digest"]
+    assert again["session_steps"] == 0 and again["digest"] == whole["digest"]
     assert [manifest.read(tmp_path / name).step for name in ("final", "final-1")] == [12, 6]
     assert sorted(path.name for path in tmp_path.glob("final*")) == ["final", "final-1"]
     assert json.loads((tmp_path / "result.json").read_text())["digest"] == whole["digest"]
@@ -428,8 +444,8 @@ def test_a_run_that_is_killed_while_its_end_takes_the_place_of_the_one_before_lo
 
 def test_two_workers_go_on_with_the_same_bits_each_with_its_own_dropout(cluster: Cluster, tmp_path: Path) -> None:
     config = configured(SEQUENCES, schedule={"name": "nested", "micro_batches": 2})
-    for found in cluster.run(2, whole_and_resumed, config, tmp_path):
-        assert_alike(found, steps=10)
+    for results in cluster.run(2, whole_and_resumed, config, tmp_path):
+        assert_alike(results, steps=10)
 
 
 def damaged_and_resumed(config: Config, folder: Path, name: str) -> tuple[str, str]:
@@ -541,7 +557,30 @@ def stopped_and_resumed(config: Config, folder: Path) -> tuple[str, int, int, st
     said = stopped_run(config, folder / "cut")
     (newest, *_) = complete(folder / "cut" / "checkpoints")
     rest = train(config, folder / "cut", resume=True)
-    return said, int(newest.name.split("-")[1]), rest["steps"], rest["digest"], whole["digest"]
+    return said, int(newest.name.split("-")[1]), rest["session_steps"], rest["digest"], whole["digest"]
+
+
+def stopped_where_nothing_can_be_saved(config: Config, folder: Path) -> tuple[str, str, str]:
+    before = run.check_places
+    run.check_places = lambda *_: None  # it was a folder when the run began
+    try:
+        whole = train(
+            dataclasses.replace(config, train=dataclasses.replace(config.train, checkpoints=None)), folder / "whole"
+        )
+        said = stopped_run(config, folder / "cut")
+        return said, train(config, folder / "cut", resume=True)["digest"], whole["digest"]
+    finally:
+        run.check_places = before
+
+
+def test_a_run_that_is_stopped_and_cannot_save_where_it_should_saves_in_its_own_folder(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = configured(train={"checkpoints": str(tmp_path / "file" / "deeper"), "checkpoint_every": 0})
+    for said, digest, expected in cluster.run(2, stopped_where_nothing_can_be_saved, config, tmp_path):
+        (newest,) = complete(tmp_path / "cut" / "checkpoints")
+        assert f"saved to {newest}; go on with --resume" in said and digest == expected
 
 
 @pytest.mark.parametrize("world", [1, 2])

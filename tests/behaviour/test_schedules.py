@@ -27,7 +27,7 @@ from nestpipe.arena import Arena
 from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.context import Context
 from nestpipe.engine.engine import Around
-from nestpipe.exchange import source
+from nestpipe.exchange import requests
 from nestpipe.exchange.window import Window
 from nestpipe.schedule.ops import Task
 from nestpipe.schedule.setting import CLUSTERINGS
@@ -390,17 +390,17 @@ def test_a_broken_sync_changes_the_digest(cluster: Cluster, overlap: float) -> N
 
 def train_with_gradients_sent_too_early(case: Case) -> tuple[str, str, int]:
     """Every row's gradient leaves with the micro-batch that uses the row first."""
-    used = source.first_and_last_use
+    used = requests.first_and_last_use
 
     def wrong(inverse: np.ndarray, ends: np.ndarray, num_new: np.ndarray, last: np.ndarray) -> None:
         used(inverse, ends, num_new, last)
         last[:] = np.repeat(np.arange(len(num_new)), num_new)
 
-    source.first_and_last_use = wrong  # type: ignore[assignment]
+    requests.first_and_last_use = wrong  # type: ignore[assignment]
     try:
         return train(case)
     finally:
-        source.first_and_last_use = used
+        requests.first_and_last_use = used
 
 
 def test_a_gradient_that_leaves_before_its_last_use_changes_the_digest(cluster: Cluster) -> None:

@@ -26,14 +26,16 @@ def save_both(folder: Path) -> dict[str, dict[str, Any]]:
     """Of each table: keys and their rows, as the trainer gives them."""
     trainer = make_trainer()
     checkpoints = trainer.checkpoints(folder, full_every=2)
-    found = {}
+    rows_by_step = {}
     for first, last in ((0, 3), (3, 4)):
         train(trainer, first, last)
         trainer.checkpoint(checkpoints)
         held = contents(trainer)["tables"]
-        found[folder_of(trainer.steps)] = {name: rows_of(trainer, name, sorted(held[name]["rows"])) for name in TABLES}
+        rows_by_step[folder_of(trainer.steps)] = {
+            name: rows_of(trainer, name, sorted(held[name]["rows"])) for name in TABLES
+        }
     checkpoints.wait()
-    return found
+    return rows_by_step
 
 
 def rows_of(trainer: Trainer, name: str, keys: list[int]) -> dict[int, list[float]]:
@@ -61,7 +63,7 @@ def test_inspect_says_what_is_in_it(saved: tuple[Path, dict[str, Any]], capsys: 
     assert run("checkpoint", "inspect", folder / CHANGES) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith(f"rows changed since {FULL}, which it needs")
-    (line,) = [one for one in said if one.startswith("table plain:")]
+    (line,) = [text for text in said if text.startswith("table plain:")]
     keys, records = (int(number) for number in re.findall(r"(\d+) (?:keys|records)", line))
     assert keys == len(held[CHANGES]["plain"]) and 0 < records < keys
 
@@ -122,9 +124,9 @@ def test_export_gives_the_rows_of_the_trainer(
     rows = pq.read_table(out)
     assert rows.column_names == ["key", "values"] and str(rows.schema.field("values").type.value_type) == "float"
     assert len(rows) == len(expected)
-    found = dict(zip(rows["key"].to_pylist(), rows["values"].to_pylist(), strict=True))
-    assert found == expected
-    assert [one.name for one in tmp_path.iterdir()] == [out.name]
+    exported = dict(zip(rows["key"].to_pylist(), rows["values"].to_pylist(), strict=True))
+    assert exported == expected
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
 def test_export_of_more_rows_than_a_group_holds(

@@ -56,7 +56,7 @@ class Saved(NamedTuple):
 def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("damage")
     digests = cluster.run(2, save_both, folder)
-    assert {one.name for one in folder.iterdir()} == {FULL, CHANGES}
+    assert {path.name for path in folder.iterdir()} == {FULL, CHANGES}
     assert manifests.read(folder / CHANGES).base.name == FULL
     return Saved(folder, digests[0])
 
@@ -98,7 +98,7 @@ def draw_damages(folder: Path) -> list[Damage]:
 
 def damage_of(rng: random.Random, file: Path, kind: str) -> Damage:
     before = file.read_bytes()
-    others = [one for one in sorted(file.parent.iterdir()) if one.read_bytes() != before]
+    others = [other for other in sorted(file.parent.iterdir()) if other.read_bytes() != before]
     match kind:
         case "byte":
             at = rng.randrange(len(before))
@@ -129,9 +129,11 @@ def test_every_damage_is_found_and_named(saved: Saved, damages: list[Damage]) ->
     for damage in damages:
         with done(damage):
             for path in {damage.file.parent, saved.folder / CHANGES}:  # which needs the files of both
-                found = list(manifests.problems(path))
-                assert found, damage[:2]
-                assert any(damage.file.name in one and damage.file.parent.name in one for one in found), damage[:2]
+                problems = list(manifests.problems(path))
+                assert problems, damage[:2]
+                assert any(
+                    damage.file.name in problem and damage.file.parent.name in problem for problem in problems
+                ), damage[:2]
     assert not list(manifests.problems(saved.folder / CHANGES)) + list(manifests.problems(saved.folder / FULL))
 
 
@@ -254,7 +256,7 @@ def test_a_file_outside_its_folder_is_refused(copy: Path, name: str) -> None:
     values = json.loads((path / manifests.MANIFEST).read_text())
     values["files"][name] = {"bytes": 1, "crc32": f"{zlib.crc32(b'x'):08x}"}
     rewrite(path, json.dumps(values).encode())
-    assert any(manifests.MANIFEST in one or path.name in one for one in manifests.problems(path))
+    assert any(manifests.MANIFEST in problem or path.name in problem for problem in manifests.problems(path))
     with pytest.raises(Damaged):
         make_trainer().load(path)
 
@@ -276,7 +278,7 @@ def test_a_manifest_that_leaves_a_file_out_is_refused(copy: Path, name: str) -> 
     values = json.loads((path / manifests.MANIFEST).read_text())
     del values["files"][name]
     rewrite(path, json.dumps(values).encode())
-    assert any(name in one for one in manifests.problems(path))
+    assert any(name in problem for problem in manifests.problems(path))
     with pytest.raises(Damaged, match=re.escape(name)):
         make_trainer().load(path)
 

@@ -99,9 +99,9 @@ def test_extra_state_and_a_learning_rate_that_is_a_tensor_are_saved(cluster: Clu
         assert cluster.run(world, save_and_load, str(tmp_path / str(world))) == [(7, 0.5, True)] * world
 
 
-def save_what_cannot_be(folder: str) -> list[str]:
+def save_what_cannot_be(folder: str, kept: Any) -> list[str]:
     trainer = made(model := Counting())
-    model.kept = {1, 2}
+    model.kept = kept
     told = []
     background = trainer.checkpoints(folder)
     trainer.checkpoint(background)  # tells, and goes on
@@ -113,10 +113,23 @@ def save_what_cannot_be(folder: str) -> list[str]:
     return [*told, str(sorted(path.name for path in Path(folder).glob("*")))]
 
 
-def test_extra_state_that_cannot_be_saved_is_told_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
-    for told in cluster.run(2, save_what_cannot_be, str(tmp_path / "folder")):
-        assert "rank 0, checkpoint: the model's _extra_state" in told[0] and "what JSON holds" in told[0]
+@pytest.mark.parametrize(
+    ("kept", "what"),
+    [({1, 2}, "a set"), ({"a": [{1: 2}]}, "a key 1"), ({"a": (1, 2)}, "a tuple"), ({"a": 1, 2: 3}, "a key 2")],
+)
+def test_extra_state_that_would_not_come_back_as_it_is_is_refused_on_every_rank(
+    cluster: Cluster, tmp_path: Path, kept: Any, what: str
+) -> None:
+    for told in cluster.run(2, save_what_cannot_be, str(tmp_path / "folder"), kept):
+        assert f"rank 0, checkpoint: the model's _extra_state ({what})" in told[0] and "what JSON holds" in told[0]
         assert told[1] == "[]"
+
+
+def test_extra_state_that_has_no_digest_is_told() -> None:
+    trainer = made(model := Counting())
+    model.kept = {"a": 1, 2: 3}
+    with pytest.raises(ValueError, match=r"the model's _extra_state has no digest .*get_extra_state"):
+        trainer.digest()
 
 
 # -- all or nothing ----------------------------------------------------------------------------------------------------
@@ -175,6 +188,81 @@ def test_a_load_that_fails_leaves_the_trainer_as_it_was(cluster: Cluster, tmp_pa
         for told, unchanged, same in cluster.run(world, load_that_fails, str(tmp_path / f"{world}"), tier):
             assert f"rank {world - 1}, checkpoint: OSError: the disk is gone" in told
             assert unchanged and same
+
+
+class Refusing(Counting):
+    """Fails on the last rank when it gets its extra state, which torch gives it after its weights."""
+
+    refuses = False
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        if self.refuses:
+            raise KeyError("no such thing")
+
+
+class StubbornSGD(torch.optim.SGD):
+    refuses = False
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        if self.refuses:
+            raise OSError("of no use")
+
+
+def load_what_fails(folder: str, where: str) -> list[Any]:
+    optimizers: list[Any] = []
+
+    def stubborn(parameters: Any) -> torch.optim.Optimizer:
+        optimizers.append(StubbornSGD(parameters, 0.5, momentum=0.9))
+        return optimizers[-1]
+
+    trainer = Trainer(first := Refusing(), TABLE, FEATURE, dense_optimizer=stubborn)
+    first.calls = 7
+    trainer.scale_lr(0.25)
+    trainer.fit(data(0, 2, trainer))
+    trainer.save(folder)
+    again = Trainer(model := Refusing(), TABLE, FEATURE, dense_optimizer=stubborn)
+    before, generator, is_last = again.digest(), torch.get_rng_state(), again.rank == again.world - 1
+    read_dense, read_states = loading._read_dense, loading.base64.b64decode
+
+    def fails(*_: Any) -> Any:
+        raise OSError("of no use")
+
+    if is_last and where == "reading":
+        loading._read_dense = fails
+    if is_last and where == "generator":
+        loading.base64.b64decode = lambda text: b"short"  # type: ignore[assignment]
+    model.refuses, optimizers[-1].refuses = is_last and where == "model", is_last and where == "optimizer"
+    try:
+        again.load(folder)
+        told = "loaded"
+    except (TrainingError, ValueError) as error:
+        told = str(error)
+    finally:
+        loading._read_dense, loading.base64.b64decode = read_dense, read_states
+        model.refuses = optimizers[-1].refuses = False
+    unchanged = again.digest() == before and model.calls == 0 and lr_of(again) == 0.5 and not optimizers[-1].state
+    unchanged &= torch.equal(torch.get_rng_state(), generator)
+    again.load(folder)
+    return [told, unchanged, again.digest() == trainer.digest() and model.calls == 7 and lr_of(again) == 0.125]
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("reading", "checkpoint: OSError: of no use"),
+        ("generator", "the random state of the checkpoint is of another version of torch"),
+        ("model", "checkpoint: KeyError: 'no such thing'"),
+        ("optimizer", "checkpoint: OSError: of no use"),
+    ],
+)
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(
+    cluster: Cluster, tmp_path: Path, where: str, message: str
+) -> None:
+    for world in (1, 2):
+        for told, unchanged, same in cluster.run(world, load_what_fails, str(tmp_path / f"{world}"), where):
+            assert message in told and unchanged and same
 
 
 def test_a_trainer_whose_first_batch_failed_is_not_loaded_into(tmp_path: Path) -> None:

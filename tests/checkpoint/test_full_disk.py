@@ -98,7 +98,7 @@ def save_on_a_disk_that_fills_up(folder: Path, small: Path) -> dict[str, Any]:
         loaded[other.steps] = other.digest()
         other.close()
     wrong = [problem for path in complete(small / "saved") for problem in problems(path)]
-    names = [one.name for one in (small / "saved").iterdir()]
+    names = [path.name for path in (small / "saved").iterdir()]
     trainer.close()
     return {"told": told, "digests": digests, "loaded": loaded, "wrong": wrong, "names": names}
 

@@ -39,7 +39,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "evaluation": judged,
         "dense": {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()},
         "dense optimizer": {
-            f"{i}.{name}": value.tolist() for i, one in optimizer.items() for name, value in one.items()
+            f"{i}.{name}": value.tolist() for i, state in optimizer.items() for name, value in state.items()
         },
     }
 
@@ -78,10 +78,10 @@ def test_everything_is_there_once_on_another_number_of_workers(
     for loaded in cluster.run(world, load_state, folder / step):
         for table in TABLES:
             for kind, expected in before[step]["contents"]["tables"][table.name].items():
-                found = loaded["contents"]["tables"][table.name][kind]
-                missing = sorted(set(expected) - set(found))
+                held = loaded["contents"]["tables"][table.name][kind]
+                missing = sorted(set(expected) - set(held))
                 assert not missing, f"{len(missing)} of {len(expected)} {kind} of {table.name} are gone: {missing[:5]}"
-                assert found == expected, (table.name, kind)
+                assert held == expected, (table.name, kind)
         # Bags that are pooled where their rows are: another number of workers adds them in another order.
         assert loaded["evaluation"] == pytest.approx(before[step]["evaluation"], rel=1e-6)
         assert loaded == {**before[step], "evaluation": loaded["evaluation"]}

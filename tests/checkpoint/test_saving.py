@@ -67,7 +67,7 @@ def contents(trainer: Trainer) -> dict[str, Any]:
         merged: dict[str, dict[int, Any]] = {}
         for name, part in parts.items():
             gathered = trainer._rows.gather_objects(part)
-            merged[name] = {key: value for one in gathered for key, value in one.items()}
+            merged[name] = {key: value for of_worker in gathered for key, value in of_worker.items()}
             assert len(merged[name]) == sum(map(len, gathered)), "a key has two owners"
         every[store.table.name] = merged
     return {"tables": every, "updates": [store.updates for store in trainer.stores], "step": trainer.steps}
@@ -138,8 +138,8 @@ def test_training_goes_on_with_the_same_bits_on_the_same_number_of_workers(
 
 def test_only_the_finished_folder_is_there(saved: tuple[Path, dict[str, Any]]) -> None:
     path, _ = saved
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
-    names = {one.name for one in path.iterdir()}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    names = {file.name for file in path.iterdir()}
     assert {"manifest.json", "dense.safetensors", "table-half%2Fodd%20name.2-of-3.safetensors"} <= names
 
 
@@ -213,7 +213,7 @@ def test_what_an_interrupted_save_left_is_neither_loaded_nor_kept(tmp_path: Path
     with pytest.raises(ValueError, match="not a checkpoint"):
         make_trainer().load(partial)
     make_trainer().save(tmp_path / "one")
-    assert [one.name for one in tmp_path.iterdir()] == ["one"]
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
     assert not list((tmp_path / "one").glob("*stale*"))
 
 
@@ -264,8 +264,8 @@ def test_learning_rates_and_the_way_tables_travel_survive_and_another_seed_is_re
     assert [store.lr for store in again.stores] == [store.lr for store in trainer.stores]
     assert again._ops.plan.at_owner == trainer._ops.plan.at_owner
     assert again.digest() == trainer.digest()
-    for one in (trainer, again):
-        train(one, 2, 4)
+    for trained in (trainer, again):
+        train(trained, 2, 4)
     assert again.digest() == trainer.digest()
     manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
     manifest["tables"][0]["seed"] += 1
@@ -331,9 +331,9 @@ def test_a_table_on_disk_is_saved_and_loaded_in_blocks_into_either_tier(
         loading._load_table(tmp_path / "saved", part, Alone(rank, 3))  # type: ignore[arg-type]
     sums = [sum(halves) % 2**64 for halves in zip(*(part.digest() for part in parts), strict=True)]
     assert tuple(sums) == store.digest()
-    for one in (store, others[0]):
-        assert isinstance(one, DiskStore)
-        one.close()
+    for disk_store in (store, others[0]):
+        assert isinstance(disk_store, DiskStore)
+        disk_store.close()
 
 
 def test_saving_loading_and_digest_take_the_memory_of_a_few_blocks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ Sample = tuple[Any, ...]
 
 
 def samples_of(batch: Batch) -> list[Sample]:
-    columns: list[list[Any]] = [[tuple(one) for one in jagged.to_lists()] for jagged in batch.keys.values()]
+    columns: list[list[Any]] = [[tuple(keys) for keys in jagged.to_lists()] for jagged in batch.keys.values()]
     for part in batch.dense.values():
         rows = part.to_lists() if isinstance(part, Jagged) else part.tolist()
         columns.append([tuple(row) for row in rows])
@@ -56,20 +56,24 @@ def same(left: Batch, right: Batch) -> bool:
 
 
 def parts(batch: Batch) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for kind, group in (("keys", batch.keys), ("dense", batch.dense), ("", {"labels": batch.labels})):
         for name, part in group.items():
             if isinstance(part, Jagged):
-                found |= {f"{kind} {name} {field}": one for field, one in vars(part).items() if one is not None}
+                tensors |= {
+                    f"{kind} {name} {field}": tensor for field, tensor in vars(part).items() if tensor is not None
+                }
             elif part is not None:
-                found[f"{kind} {name}"] = part
-    return found
+                tensors[f"{kind} {name}"] = part
+    return tensors
 
 
 def assert_same(left: Batch, right: Batch) -> None:
     ours, theirs = parts(left), parts(right)
     assert list(ours) == list(theirs)
-    for name, one in ours.items():
-        assert (one.dtype, one.shape) == (theirs[name].dtype, theirs[name].shape), name
-        bits = [t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for t in (one, theirs[name])]
+    for name, tensor in ours.items():
+        assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape), name
+        bits = [
+            t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for t in (tensor, theirs[name])
+        ]
         assert torch.equal(*bits), name

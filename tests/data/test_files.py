@@ -71,14 +71,14 @@ def test_the_shuffle_moves_rows_far_and_depends_on_the_generator_alone():
 def test_each_line_is_in_one_block_of_one_rank_and_has_its_number(tmp_path_factory, lines, block_bytes, world):
     path = tmp_path_factory.mktemp("lines") / "text"
     path.write_bytes(b"".join(line + b"\n" for line in lines))
-    found = {}
+    by_number = {}
     for rank in range(world):
         for block in line_blocks([str(path)], rank=rank, world=world, block_bytes=block_bytes):
             for number, line in enumerate(block.text.split(b"\n")[:-1], start=block.first_line):
-                assert number not in found
-                found[number] = line
-    assert [found[number] for number in sorted(found)] == lines
-    assert sorted(found) == list(range(1, len(lines) + 1))
+                assert number not in by_number
+                by_number[number] = line
+    assert [by_number[number] for number in sorted(by_number)] == lines
+    assert sorted(by_number) == list(range(1, len(lines) + 1))
 
 
 def test_blocks_are_dealt_out_through_all_files(tmp_path):

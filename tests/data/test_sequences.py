@@ -59,9 +59,9 @@ def test_every_sample_is_on_exactly_one_rank(num_users, batch_size, split):
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
 def test_global_batches_and_negatives_do_not_depend_on_the_world(split):
     dataset = histories(50)
-    one = global_batches(dataset, split, batch_size=12, world=1, seed=2, epoch=1)
-    assert global_batches(dataset, split, batch_size=6, world=2, seed=2, epoch=1) == one
-    assert global_batches(dataset, split, batch_size=4, world=3, seed=2, epoch=1) == one
+    alone = global_batches(dataset, split, batch_size=12, world=1, seed=2, epoch=1)
+    assert global_batches(dataset, split, batch_size=6, world=2, seed=2, epoch=1) == alone
+    assert global_batches(dataset, split, batch_size=4, world=3, seed=2, epoch=1) == alone
 
 
 def test_seed_and_epoch_change_order_and_negatives_of_training_only():

@@ -39,10 +39,10 @@ MAKERS = pytest.mark.parametrize("make", [small_sequences, small_clicks])
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_global_batches_do_not_depend_on_the_world(make, overlap, split):
     dataset = make(overlap=overlap, num_valid_samples=50)
-    one = global_batches(dataset, split, batch_size=12, world=1, seed=3, epoch=1)
-    assert [len(batch) for batch in one] == [12, 12, 12, 12, 2]
-    assert global_batches(dataset, split, batch_size=6, world=2, seed=3, epoch=1) == one
-    assert global_batches(dataset, split, batch_size=4, world=3, seed=3, epoch=1) == one
+    alone = global_batches(dataset, split, batch_size=12, world=1, seed=3, epoch=1)
+    assert [len(batch) for batch in alone] == [12, 12, 12, 12, 2]
+    assert global_batches(dataset, split, batch_size=6, world=2, seed=3, epoch=1) == alone
+    assert global_batches(dataset, split, batch_size=4, world=3, seed=3, epoch=1) == alone
 
 
 @MAKERS

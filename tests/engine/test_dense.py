@@ -143,15 +143,81 @@ def test_trainers_that_share_a_module_keep_workers_alike(cluster: Cluster, share
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=2e-5, atol=1e-6)
 
 
+class Branched(nn.Module):
+    """Its second layer is for batches whose labels are above one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.always, self.sometimes = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Tensor:
+        layers = [self.always, self.sometimes] if batch.labels.max() > 1 else [self.always]  # type: ignore[union-attr]
+        return (sum(layer(rows["item"])[:, 0] for layer in layers) - batch.labels) ** 2
+
+
+def raised(made: Batch, by: float) -> Batch:
+    return Batch(made.keys, {}, made.labels + by)  # type: ignore[operator]
+
+
+def others_take_the_gradients(how: str) -> list[float]:
+    """Between steps somebody takes `grad` of parameters that then only one of the workers uses."""
+    model = Branched()
+    trainer = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    other = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    batches = [raised(made, 2.0 * (trainer.rank == 0)) for made in all_batches(trainer, 0, 6)]
+
+    def on_step(_: Any) -> None:
+        if how == "zero_grad":
+            model.zero_grad()
+        else:  # there, the other worker uses them
+            other.step(raised(batch(9, trainer.rank, trainer.world), 2.0 * (trainer.rank == trainer.world - 1)))
+
+    if how == "zero_grad":  # and one has no data at all in the end
+        batches = batches[: 6 if trainer.rank == 0 else 3]
+    trainer.fit(batches, on_step=on_step)
+    return weights_of(trainer)
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "another trainer"])
+def test_workers_stay_alike_when_somebody_takes_the_gradients_between_steps(cluster: Cluster, how: str) -> None:
+    first, second = cluster.run(2, others_take_the_gradients, how)
+    assert first == second
+
+
+def both_in_one_step() -> list[float]:
+    """The first worker's samples use a layer in one trainer, the second's in another; gradients must not leak between them."""
+    model, world = Branched(), dist.get_world_size() if dist.is_initialized() else 1
+    trainer = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1), micro_batches=1)
+    other = trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p, 0.0), micro_batches=1)
+
+    def data(using: int) -> Batch:
+        return raised(batch(0, trainer.rank, world), 2.0 * (trainer.rank == using))
+
+    trainer.fit([data(0)] * 4, on_step=lambda _: other.step(data(1)))
+    return weights_of(trainer)
+
+
+def undisturbed() -> list[float]:
+    trainer = trainer_of(Branched(), dense_optimizer=lambda p: torch.optim.SGD(p, 0.1), micro_batches=1)
+    trainer.fit([raised(batch(0, trainer.rank, trainer.world), 2.0 * (trainer.rank == 0))] * 4)
+    return weights_of(trainer)
+
+
+def test_a_step_of_another_trainer_leaves_no_gradient_behind(cluster: Cluster) -> None:
+    assert cluster.run(2, both_in_one_step) == cluster.run(2, undisturbed)
+
+
 class WithBuffers(Tower):
     def __init__(self) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
         self.register_buffer("scale", torch.rand(1, generator=draw), persistent=False)
+        self.register_buffer("expanded", torch.rand(1, 3, generator=draw).expand(2, 3))
         self.strided = nn.Parameter(torch.rand(3, 2, generator=draw).t())
 
     def values(self) -> list[float]:
-        return [*self.scale.tolist(), *self.strided.detach().reshape(-1).tolist()]  # type: ignore[operator]
+        return torch.cat([t.detach().reshape(-1) for t in (self.scale, self.expanded, self.strided)]).tolist()
 
 
 def broadcast() -> list[float]:
@@ -160,7 +226,7 @@ def broadcast() -> list[float]:
     return model.values()
 
 
-def test_buffers_that_are_not_saved_and_strided_parameters_are_made_equal_too(cluster: Cluster) -> None:
+def test_buffers_that_are_not_saved_or_expanded_and_strided_parameters_are_made_equal_too(cluster: Cluster) -> None:
     first, second = cluster.run(2, broadcast)
     assert first == second
 
@@ -193,6 +259,22 @@ def test_a_loss_that_nothing_can_learn_from_is_refused_on_every_rank(cluster: Cl
 def test_an_optimizer_that_is_none_is_refused_with_an_example() -> None:
     with pytest.raises(TrainingError, match=r"dense_optimizer returned NoneType; .* torch.optim.Adam"):
         trainer_of(Tower(), dense_optimizer=lambda p: None)
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused() -> None:
+    model, copy = Tower(), Tower()
+    temperature = nn.Parameter(torch.zeros(7))
+    for make, told in (
+        (lambda p: torch.optim.SGD(copy.parameters(), 0.1), r"parameter 0 of group 0 .* is not the model's"),
+        (
+            lambda p: torch.optim.SGD([*p, temperature], 0.1),
+            r"parameter 4 of group 0 .* of shape \(7,\), is not the model's",
+        ),
+        (lambda p: torch.optim.SGD([{"params": []}], 0.1), "the dense optimizer has no parameters"),
+    ):
+        with pytest.raises(TrainingError, match=told):
+            trainer_of(model, dense_optimizer=make)
+    trainer_of(model, dense_optimizer=lambda p: torch.optim.SGD(p[1:3], 0.1))  # some of them are enough
 
 
 def test_a_lazy_module_is_refused_before_it_is_used() -> None:

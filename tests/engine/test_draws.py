@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from nestpipe import SGD, Batch, Feature, Jagged, Table, Trainer
-from nestpipe.engine.draws import DRAWING, WATCHED, Mark, SourceDraws, watched
+from nestpipe.engine.draws import WATCHED, Mark, SourceDraws, watched
 
 DIM = 4
 
@@ -123,6 +123,14 @@ def test_data_of_many_calls_is_watched_at_the_beginning_only() -> None:
     assert watching == [0 < number <= WATCHED for number in range(20)] and len(told) == 1
 
 
+# fmt: off
+DRAWING = (
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal", "normal_",
+    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
+)
+# fmt: on
+
+
 def test_every_function_that_draws_is_seen() -> None:
     x = torch.full((3,), 0.5)
     arguments: dict[str, tuple[Any, ...]] = {
@@ -137,6 +145,55 @@ def test_every_function_that_draws_is_seen() -> None:
         with watch:
             function(*arguments.get(name, () if name.endswith("_") else (x,)))
         assert watch.drew == name and not mark.moved  # a source has drawn: nothing is known, nothing is put back
+
+
+HALVES = torch.full((2, 8, 4), 0.5)
+INDIRECT: dict[str, Callable[[], Any]] = {
+    "dropout": lambda: functional.dropout(HALVES),
+    "a dropout module": lambda: nn.Dropout(0.5)(HALVES),
+    "alpha dropout": lambda: functional.alpha_dropout(HALVES, training=True),
+    "feature dropout": lambda: functional.dropout1d(HALVES, training=True),
+    "gumbel_softmax": lambda: functional.gumbel_softmax(HALVES),
+    "rrelu": lambda: functional.rrelu(-HALVES, training=True),
+    "binomial": lambda: torch.binomial(10 * HALVES, HALVES),
+    "Gamma": lambda: torch.distributions.Gamma(1.0, 1.0).sample(),
+    "Dirichlet": lambda: torch.distributions.Dirichlet(HALVES).sample(),
+    "StudentT": lambda: torch.distributions.StudentT(3.0).sample(),
+    "kaiming_normal_": lambda: nn.init.kaiming_normal_(torch.empty(3, 3)),
+    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(3, 3)),
+    "a module": lambda: nn.GRU(3, 3),
+    "attention with dropout": lambda: functional.scaled_dot_product_attention(HALVES, HALVES, HALVES, dropout_p=0.5),
+    "the global generator by name": lambda: torch.randperm(9, generator=torch.default_generator),
+    "in place, by name": lambda: torch.empty(3).uniform_(generator=torch.default_generator),
+    "random_split": lambda: torch.utils.data.random_split(range(4), [2, 2]),  # type: ignore[arg-type]
+    "a sampler": lambda: list(torch.utils.data.WeightedRandomSampler([0.5, 0.5], 2)),
+    "svd_lowrank": lambda: torch.svd_lowrank(HALVES),
+    "manual_seed": lambda: torch.manual_seed(torch.initial_seed() + 1),
+    "seed": lambda: torch.seed(),
+}
+
+
+@pytest.mark.parametrize("draw", INDIRECT.values(), ids=INDIRECT)
+def test_functions_that_draw_in_their_depth_are_seen_too(draw: Callable[[], Any]) -> None:
+    state, mark, watch = torch.get_rng_state(), Mark(), SourceDraws()
+    with watch:
+        draw()
+    assert not torch.equal(torch.get_rng_state(), state)
+    assert watch.drew is not None and not mark.moved
+
+
+def test_what_might_draw_and_does_not_is_not_taken_for_a_draw() -> None:
+    own = torch.Generator().manual_seed(2)
+    mark, watch = Mark(), SourceDraws()
+    with watch:
+        functional.dropout(HALVES, training=False)
+        functional.scaled_dot_product_attention(HALVES[None], HALVES[None], HALVES[None])
+        functional.rrelu(-HALVES, training=False)
+        torch.randperm(9, generator=own)
+        torch.empty(3).normal_(generator=own)
+    assert watch.drew is None
+    torch.rand(1)
+    assert mark.moved  # nothing stands between it and the state that it knows
 
 
 # -- what we draw ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,52 @@ class WeightsThatAddUpToOne(Alone):
     def loss(self, x: Tensor, y: Tensor, batch: Batch) -> Output:
         lengths = batch.keys["list"].lengths.float()
         return Output(super().loss(x, y, batch), lengths / lengths.sum().clamp(min=1))
+
+
+class OfDenseInputs(Alone):
+    """What is mixed is little, and not made of rows."""
+
+    def loss(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        dense, labels = batch.dense["x"], batch.labels
+        assert isinstance(dense, Tensor) and labels is not None
+        return super().loss(x + y + dense.mean(1) + self.of_others(dense, labels), labels, batch)
+
+    def of_others(self, dense: Tensor, labels: Tensor) -> Any:
+        return 0.0
+
+
+class WeakContrast(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        return 0.001 * functional.cross_entropy(dense @ dense.T, torch.arange(len(dense)), reduction="none")
+
+
+class LessTheMean(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        return -0.005 * dense.mean()
+
+
+class InGradientOnly(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        mean = (dense @ self.out.weight.T).mean()
+        return mean - mean.detach()
+
+
+class OfListsInTheBatch(OfDenseInputs):
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Any:
+        times = batch.dense["times"]
+        assert isinstance(times, Jagged)
+        return super().forward(batch, rows) + 1e-3 * times.sum().sum()
+
+
+class LessTheMeanOfLabels(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Tensor:
+        return 0.005 * labels.mean()
+
+
+class InputsChangedInPlace(OfDenseInputs):
+    def of_others(self, dense: Tensor, labels: Tensor) -> Any:
+        dense[:, 0] += 1.0
+        return dense.mul_(1.0).sum(1) + torch.from_numpy(labels.numpy())
 
 
 class ZeroAtFirst(MeanOverPadding):
@@ -211,6 +258,32 @@ class CountsCalls(Alone):
         return super().loss(x * self.factor, y, batch)
 
 
+class Remembers(Alone):
+    """Keeps what it has seen, in each of the ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("swapped", torch.zeros(2))
+        self.plain, self.last, self.recent, self.by_size = torch.zeros(()), [0.0], deque([0.0], maxlen=3), {"size": 0}
+        self.draw = torch.Generator().manual_seed(5)
+
+    def loss(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        seen = x.detach().mean()
+        self.average = 0.9 * self.average + 0.1 * seen  # another tensor each time
+        self.swapped.data = self.swapped + seen
+        self.plain += 1
+        self.last[0] = float(seen)
+        self.recent.append(float(seen))
+        self.by_size["size"] += batch.size
+        noise = torch.rand(len(x), generator=self.draw) if self.training else 0
+        return super().loss(x + self.average + noise, y, batch)
+
+    def kept(self) -> Any:
+        tensors = [self.average.tolist(), self.swapped.tolist(), self.plain.tolist(), self.draw.get_state().tolist()]
+        return [*tensors, self.last, list(self.recent), self.by_size]
+
+
 BY_THEMSELVES = [
     Alone,
     Dropped,
@@ -287,6 +360,42 @@ def test_an_undeclared_mix_is_refused_before_anything_is_updated(
     assert torch.equal(trainer.rows("item", torch.arange(50)), rows)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def with_inputs(size: int = 8) -> Batch:
+    draw, batch = torch.Generator().manual_seed(size), uneven(size)
+    lists = [[float(size + i)] * (i % 3) for i in range(size)]
+    times = Jagged.from_lists(lists, dtype=torch.float32)
+    dense = {"x": torch.randn(size, DIM, generator=draw), "times": times, "large": 1e6 * torch.ones(size)}
+    return Batch(batch.keys, dense, torch.rand(size, generator=draw))
+
+
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [
+        (WeakContrast, "the dense input 'x'"),
+        (LessTheMean, "the dense input 'x'"),
+        (InGradientOnly, "the dense input 'x'"),
+        (OfListsInTheBatch, "the dense input 'times'|sample"),
+        (LessTheMeanOfLabels, "the labels"),
+    ],
+)
+def test_a_weak_mix_through_dense_inputs_or_labels_is_found(kind: type[nn.Module], by: str) -> None:
+    for size in (8, 64):
+        with pytest.raises(TrainingError, match=f"batch 0: the loss of a sample depends on.*({by})"):
+            trainer_of(kind()).fit([with_inputs(size)])
+
+
+@pytest.mark.parametrize("kind", [OfDenseInputs, InputsChangedInPlace])
+def test_dense_inputs_of_samples_by_themselves_are_trained_with_without_a_word(
+    caplog: pytest.LogCaptureFixture, kind: type[nn.Module]
+) -> None:
+    for size in (2, 8, 70):
+        batch, before = with_inputs(size), with_inputs(size)
+        assert trainer_of(kind()).fit([batch]).steps == 1
+        added = batch.dense["x"][:, 0] - before.dense["x"][:, 0]  # type: ignore[index]
+        torch.testing.assert_close(added, torch.full_like(added, float(kind is InputsChangedInPlace)))
+    assert not warnings(caplog)
 
 
 @pytest.mark.parametrize("options", [{"micro_batches": 8}, {"micro_batches": "auto"}, {"micro_batches": 100}])
@@ -398,7 +507,7 @@ def test_a_model_that_fails_says_so_itself(caplog: pytest.LogCaptureFixture) -> 
 # -- unnoticed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Dropped, Noisy, CountsCalls])
+@pytest.mark.parametrize("kind", [Dropped, Noisy, CountsCalls, Remembers])
 def test_looking_for_a_mix_changes_nothing(kind: type[nn.Module]) -> None:
     """Not the random numbers that training draws, nor what the model keeps, nor which of its modules are in training."""
 
@@ -409,7 +518,8 @@ def test_looking_for_a_mix_changes_nothing(kind: type[nn.Module]) -> None:
         trainer = trainer_of(model)
         trainer.fit([uneven()] * 3)
         modes = [module.training for module in model.modules()]
-        return trainer.digest(), getattr(model, "calls", None), modes
+        kept = model.kept() if isinstance(model, Remembers) else getattr(model, "calls", None)
+        return trainer.digest(), kept, modes
 
     class Trusted(kind):  # type: ignore[misc, valid-type]
         mixes_samples = False

@@ -30,7 +30,7 @@ STRANGER = {"rank": -1, "world": 2}  # a worker that owns no row: all are to tra
 
 
 def jagged(lists: list[np.ndarray]) -> Jagged:
-    lengths = torch.tensor([len(one) for one in lists], dtype=torch.int64)
+    lengths = torch.tensor([len(keys) for keys in lists], dtype=torch.int64)
     return Jagged.from_lengths(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *lists])), lengths)
 
 
@@ -99,7 +99,7 @@ def groups(
 def test_every_sample_is_in_one_micro_batch(how: str, lists: list[list[int]], users: list[int], count: int) -> None:
     batch = Batch({
         "history": Jagged.from_lists(lists),
-        "liked": Jagged.from_lists([one[::2] for one in lists]),
+        "liked": Jagged.from_lists([keys[::2] for keys in lists]),
         "user": Jagged.from_lists([[user] for user in users[: len(lists)]]),
     })  # fmt: skip
     micro_batches(batch, count, how, TWO_TABLES)  # asserts it
@@ -193,8 +193,8 @@ def test_features_of_one_table_share_rows() -> None:
     lists, group = groups(rng, 8, 16)
     none = np.empty(0, np.int64)
     plan = ExchangePlan([Table("item", dim=8)], [Feature("a", table="item"), Feature("b", table="item")])
-    a = [none if s % 2 else one for s, one in enumerate(lists)]
-    b = [one if s % 2 else none for s, one in enumerate(lists)]
+    a = [none if s % 2 else keys for s, keys in enumerate(lists)]
+    b = [keys if s % 2 else none for s, keys in enumerate(lists)]
     parts = micro_batches(Batch({"a": jagged(a), "b": jagged(b)}), 8, "shared", plan)
     assert all(len({group[s] for s in part}) == 1 for part in parts)
 
@@ -286,16 +286,16 @@ def test_window_has_few_rows_at_both_ends_of_sessions_and_is_even_between() -> N
 @given(st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=12))
 @few
 def test_rows_and_their_users_equal_plain_python(lists: list[list[int]]) -> None:
-    starts = np.cumsum([0] + [len(one) for one in lists])[None, :]
-    ids = np.array([key for one in lists for key in one], np.int32)
+    starts = np.cumsum([0] + [len(keys) for keys in lists])[None, :]
+    ids = np.array([key for keys in lists for key in keys], np.int32)
     start, rows, frequency = clusters.distinct_rows(starts, ids, 10)
     assert [rows[a:b].tolist() for a, b in zip(start[:-1], start[1:], strict=True)] == [
-        list(dict.fromkeys(one)) for one in lists
+        list(dict.fromkeys(keys)) for keys in lists
     ]
-    assert frequency.tolist() == [sum(key in one for one in lists) for key in range(10)]
+    assert frequency.tolist() == [sum(key in keys for keys in lists) for key in range(10)]
     user_start, user = clusters.users(start, rows, frequency, frequency > 1)
     for key in range(10):
-        expected = [s for s, one in enumerate(lists) if key in one] if frequency[key] > 1 else []
+        expected = [s for s, keys in enumerate(lists) if key in keys] if frequency[key] > 1 else []
         assert user[user_start[key] : user_start[key + 1]].tolist() == expected
 
 

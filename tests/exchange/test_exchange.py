@@ -107,7 +107,7 @@ def fetch(owners: int | None) -> dict[str, dict[str, np.ndarray]]:
 @pytest.fixture(
     scope="module",
     params=[(1, None), (2, None), (3, None), (5, None), (8, None), (2, 1), (3, 2), (5, 1)],
-    ids=lambda one: f"{one[0]} workers, {one[1] or 'all'} of them owners",
+    ids=lambda param: f"{param[0]} workers, {param[1] or 'all'} of them owners",
 )
 def fetched(request: pytest.FixtureRequest, cluster: Cluster) -> list[dict[str, dict[str, np.ndarray]]]:
     world, owners = request.param
@@ -127,16 +127,16 @@ def test_rows_equal_a_plain_dictionary(
 ) -> None:
     world = len(fetched)
     lists = [case(rank, world) for rank in range(world)]
-    every = [key for ours in lists for one in ours for key in one]
+    every = [key for ours in lists for keys in ours for key in keys]
     item, near, far = (first_values(table, every) for table in TABLES)
     nothing = np.zeros(DIM, np.float32)
     for rank, ours in enumerate(lists):
         got = fetched[rank][case.__name__]
-        rows = np.array([item[key] for one in ours for key in one], np.float32).reshape(-1, DIM)
+        rows = np.array([item[key] for keys in ours for key in keys], np.float32).reshape(-1, DIM)
         for when in ("before", "list", "after"):
             np.testing.assert_array_equal(got[when], rows, err_msg=f"rank {rank}, {when}")
-        sums = [sum((near[key] for key in one), nothing) for one in ours]
-        means = [sum((far[key] for key in one), nothing) / max(1, len(one)) for one in ours]
+        sums = [sum((near[key] for key in keys), nothing) for keys in ours]
+        means = [sum((far[key] for key in keys), nothing) / max(1, len(keys)) for keys in ours]
         np.testing.assert_allclose(got["near"], np.reshape(sums, (-1, DIM)), rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(got["far"], np.reshape(means, (-1, DIM)), rtol=1e-5, atol=1e-7)
 
@@ -191,7 +191,7 @@ def test_auto_takes_the_cheaper_way_on_all_ranks_and_all_ways_agree(
 ) -> None:
     results = {how: cluster.run(world, train_bags, kind, how) for how in ("source", "owner", "auto")}
     auto = results["auto"]
-    assert len({one["at_owner"] for one in auto}) == 1
+    assert len({result["at_owner"] for result in auto}) == 1
     assert [results[how][0]["at_owner"] for how in ("source", "owner")] == [False, True]
     if owner_is_cheaper is not None:
         assert auto[0]["at_owner"] is owner_is_cheaper
@@ -199,9 +199,9 @@ def test_auto_takes_the_cheaper_way_on_all_ranks_and_all_ways_agree(
     assert results["source"][0]["sent"] != results["owner"][0]["sent"]
     reference = results["source"][0]
     for how in ("owner", "auto"):
-        for one in results[how]:
-            assert one["losses"] == pytest.approx(reference["losses"], rel=1e-6)
-            error = np.linalg.norm(one["rows"] - reference["rows"]) / np.linalg.norm(reference["rows"])
+        for result in results[how]:
+            assert result["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+            error = np.linalg.norm(result["rows"] - reference["rows"]) / np.linalg.norm(reference["rows"])
             assert error <= 1e-6
 
 
@@ -234,7 +234,7 @@ def train_whole_tables(owners: int | None) -> dict[str, Any]:
 
 def test_whole_tables_are_dealt_out_evenly_and_halve_the_vectors(cluster: Cluster) -> None:
     spread, whole = (cluster.run(2, train_whole_tables, owners) for owners in (None, 1))
-    assert [[held > 0 for held in one["held"]] for one in whole] == [[True, False] * 2, [False, True] * 2]
+    assert [[held > 0 for held in result["held"]] for result in whole] == [[True, False] * 2, [False, True] * 2]
     vectors = 3 * 2 * 4 * 32 * (2 * 16 * 4 + 4)  # steps, workers, tables, bags: a vector, its gradient, a length
     assert spread[0]["sent"] - whole[0]["sent"] == pytest.approx(vectors / 2, rel=0.02)
     error = np.linalg.norm(whole[0]["rows"] - spread[0]["rows"]) / np.linalg.norm(spread[0]["rows"])

@@ -96,13 +96,13 @@ def test_tables_of_bags_go_to_one_worker_each_and_every_schedule_ends_in_the_bit
     for schedule in ("serial", "dbp", "fwp", "nested"):
         auto = cluster.run(world, train, world, AUTO, schedule)
         owners = auto[0]["owners"]
-        assert [one["owners"] for one in auto] == [owners] * world
+        assert [result["owners"] for result in auto] == [owners] * world
         assert sorted(owners[:world]) == [[w] for w in range(world)]
         assert owners[world:] == [list(range(world))] * 2
         assert [[[rank] == some for some in owners[:world]] for rank in range(world)] == [
-            one["held"][:world] for one in auto
+            result["held"][:world] for result in auto
         ]
-        assert {one["digest"] for one in auto} == {by_hand[0]["digest"]}
+        assert {result["digest"] for result in auto} == {by_hand[0]["digest"]}
     assert auto[0]["sent"] < spread[0]["sent"]
     told = auto[0]["told"]
     assert f"held by worker {owners[0][0]} [auto: first batch: " in told[0] and "pooled at the owner [as one" in told[0]
@@ -115,9 +115,9 @@ def test_looking_up_rows_before_training_decides_nothing(cluster: Cluster) -> No
 
 
 def test_a_table_that_has_no_counterpart_for_the_other_workers_stays_with_all(cluster: Cluster) -> None:
-    (one, _) = cluster.run(2, train, 1, AUTO)
-    assert one["owners"][0] == [0, 1]
-    assert "held by workers 0, 1 [auto: first batch" in one["told"][0] and "uneven parts" in one["told"][0]
+    (result, _) = cluster.run(2, train, 1, AUTO)
+    assert result["owners"][0] == [0, 1]
+    assert "held by workers 0, 1 [auto: first batch" in result["told"][0] and "uneven parts" in result["told"][0]
     (three, _) = cluster.run(2, train, 3, AUTO)
     assert sorted(map(len, three["owners"][:3])) == [1, 1, 2]
 
@@ -229,10 +229,10 @@ def test_with_another_number_of_workers_or_other_declarations_all_hold_what_is_l
     same = cluster.run(3, resume, str(folder / "saved"), STEPS)[0]
     fewer = cluster.run(2, resume, str(folder / "saved"), 3)
     spread = cluster.run(3, resume, str(folder / "saved"), 3, "serial", {})
-    assert {one["loaded"] for one in (*fewer, *spread)} == {same["loaded"]}
+    assert {result["loaded"] for result in (*fewer, *spread)} == {same["loaded"]}
     assert fewer[0]["owners"] == [[0, 1]] * 5 and spread[0]["owners"] == [[0, 1, 2]] * 5
     # Pooled by one worker is no guide for how it travels best from all: that is decided anew.
-    assert all("[first batch: " in line for one in (fewer, spread) for line in one[0]["told"][:3])
+    assert all("[first batch: " in line for results in (fewer, spread) for line in results[0]["told"][:3])
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,8 @@ def one_without_data() -> dict[str, Any]:
 
 def test_a_worker_without_data_takes_part_in_the_decision(cluster: Cluster) -> None:
     reports = cluster.run(2, one_without_data)
-    assert [one["steps"] for one in reports] == [STEPS, STEPS] and [one["position"] for one in reports] == [STEPS, 0]
+    assert [report["steps"] for report in reports] == [STEPS, STEPS]
+    assert [report["position"] for report in reports] == [STEPS, 0]
     assert reports[0]["owners"] == reports[1]["owners"] and sorted(reports[0]["owners"][:2]) == [[0], [1]]
 
 

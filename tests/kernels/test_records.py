@@ -33,32 +33,18 @@ def test_put_writes_records_word_for_word_and_gather_reads_them_back(seed: int, 
     assert same_bits(back, words)
 
 
-@given(st.lists(st.lists(st.integers(0, 6), unique=True), max_size=8), st.booleans())
+@given(st.lists(st.tuples(st.lists(st.integers(0, 6), unique=True), st.booleans()), max_size=8))
 @few
-def test_touch_counts_steps_and_notes_the_last_one(batches: list[list[int]], half: bool) -> None:
-    values = torch.full((7, 3), 2.5, dtype=torch.bfloat16 if half else torch.float32)
-    records = Records(values, torch.full((7, 2), 1.5), shift=1, spare=2)
-    word = records.value_words + 2
+def test_counters_hold_the_last_step_and_how_many_since_the_first(batches: list[tuple[list[int], bool]]) -> None:
+    counters = Records(torch.zeros(7, 2), shift=1)
     expected = torch.zeros(7, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)
-    for step, positions in enumerate(batches, start=100):
-        kernels.touch(records.rows, int64(positions), word, step)
-        expected = reference.touch(*expected, torch.tensor(positions, dtype=torch.int64), step)
+    for step, (positions, first) in enumerate(batches, start=100):
+        kernels.count_use(counters.rows, int64(positions), step, first)
+        expected = reference.count_use(*expected, torch.tensor(positions, dtype=torch.int64), step, first=first)
         last_used, uses = np.empty(7, np.int64), np.empty(7, np.int64)
-        kernels.read_counters(records.rows, np.arange(7), word, last_used, uses)
+        kernels.read_counters(counters.rows, np.arange(7), last_used, uses)
         assert last_used.tolist() == expected[0].tolist()
         assert uses.tolist() == expected[1].tolist()
-    assert same_bits(records.values, values)
-    assert (records.state == 1.5).all()
-
-
-def test_set_counters_reaches_only_the_chosen() -> None:
-    records = Records(torch.zeros(5, 2), shift=1, spare=2)
-    kernels.touch(records.rows, np.arange(5), 2, 3)
-    kernels.set_counters(records.rows, int64([4, 0, 1]), int64([0, 2]), 2, 50, 7)
-    last_used, uses = np.empty(5, np.int64), np.empty(5, np.int64)
-    kernels.read_counters(records.rows, np.arange(5), 2, last_used, uses)
-    assert last_used.tolist() == [3, 50, 3, 3, 50]
-    assert uses.tolist() == [1, 7, 1, 1, 7]
 
 
 @given(st.lists(any_key, max_size=12), seeds, st.integers(1, 5), st.integers(0, 2**64 - 1))

@@ -309,13 +309,12 @@ def test_first_values_differ_by_key_and_by_seed(normal: bool) -> None:
 @pytest.mark.parametrize("normal", [False, True])
 def test_birth_writes_first_values_and_state_of_the_born_and_touches_no_other(dtype: torch.dtype, normal: bool) -> None:
     records = Records(torch.full((9, 5), 8.0, dtype=dtype), torch.full((9, 3), 4.0), shift=1, spare=1)
-    keys, positions, born = int64([10, 11, 12, 13]), int64([8, 1, 3, 0]), int64([0, 2])
+    keys, positions = int64([10, 12]), int64([8, 3])
     birth(
         records.rows,
         np.uint64(2),
         keys,
         positions,
-        born,
         normal,
         -1.0,
         1.0,

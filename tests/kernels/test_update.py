@@ -21,7 +21,7 @@ def state_floats(name: str, dim: int) -> int:
 def run_kernel(name: str, records: Records, positions: np.ndarray, grads: Any, **settings: float) -> None:
     """Calls the kernel as the store does: settings as float32 except for the betas of Adam."""
     f32 = np.float32
-    common = [f32(settings.get(one, usual)) for one, usual in
+    common = [f32(settings.get(setting, usual)) for setting, usual in
               (("scale", 1.0), ("lr", 0.1), ("weight_decay", 0.0), ("clip", 0.0))]  # fmt: skip
     own: list[float] = []
     if name == "adam":
@@ -165,9 +165,9 @@ def test_gradients_of_a_row_are_summed_in_order(name, seed, num_rows, num_entrie
     )
 
     rows, state = torch.from_numpy(floats(rng, num_rows, dim)), torch.rand(num_rows, state_floats(name, dim))
-    one, other = Records(rows, state), Records(rows, state)
+    records, other = Records(rows, state), Records(rows, state)
     positions = rng.permutation(num_rows).astype(np.int64)
-    run_kernel(name, one, positions, by_row)
+    run_kernel(name, records, positions, by_row)
     run_kernel(name, other, positions, summed.numpy().copy())
-    assert same_bits(one.values, other.values)
-    assert same_bits(one.state, other.state)
+    assert same_bits(records.values, other.values)
+    assert same_bits(records.state, other.state)

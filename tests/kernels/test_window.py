@@ -13,10 +13,10 @@ micro_batches = st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, ma
 
 def deduplicated(keys: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The distinct keys, which one each key is, and where each micro-batch ends."""
-    flat = np.array([key for one in keys for key in one], np.int64)
+    flat = np.array([key for of_micro_batch in keys for key in of_micro_batch], np.int64)
     unique, inverse = np.empty(len(flat), np.int64), np.empty(len(flat), np.int32)
     unique = unique[: Deduplicator()(flat, unique, inverse)]
-    return unique, inverse, np.cumsum([len(one) for one in keys])
+    return unique, inverse, np.cumsum([len(of_micro_batch) for of_micro_batch in keys])
 
 
 @given(micro_batches)
@@ -25,7 +25,7 @@ def test_first_and_last_use_are_the_first_and_the_last_micro_batch_with_the_key(
     unique, inverse, ends = deduplicated(keys)
     num_new, last = np.full(len(keys), 99), np.full(len(unique), 99, np.uint8)
     first_and_last_use(inverse, ends, num_new, last)
-    users = [[m for m, one in enumerate(keys) if key in one] for key in unique.tolist()]
+    users = [[m for m, of_micro_batch in enumerate(keys) if key in of_micro_batch] for key in unique.tolist()]
     assert last.tolist() == [ms[-1] for ms in users]
     assert np.repeat(np.arange(len(keys)), num_new).tolist() == [ms[0] for ms in users]
 
@@ -36,10 +36,10 @@ def test_distinct_in_each_deduplicates_every_micro_batch_alone(keys: list[list[i
     unique, inverse, ends = deduplicated(keys)
     num_new, origin = np.full(len(keys), 99), np.full(len(inverse), -9, np.int32)
     n = distinct_in_each(inverse, ends, num_new, np.empty(len(unique), np.int32), origin)
-    expected = [list(dict.fromkeys(one)) for one in keys]
-    assert num_new.tolist() == [len(one) for one in expected]
-    assert unique[origin[:n]].tolist() == [key for one in expected for key in one]
-    assert unique[origin[inverse]].tolist() == [key for one in keys for key in one]
+    expected = [list(dict.fromkeys(of_micro_batch)) for of_micro_batch in keys]
+    assert num_new.tolist() == [len(of_micro_batch) for of_micro_batch in expected]
+    assert unique[origin[:n]].tolist() == [key for of_micro_batch in expected for key in of_micro_batch]
+    assert unique[origin[inverse]].tolist() == [key for of_micro_batch in keys for key in of_micro_batch]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=5)), max_size=6))

@@ -43,12 +43,12 @@ def test_equals_the_interaction_written_out(interaction, num_dense):
     torch.testing.assert_close(output.predictions, logits.sigmoid())
     assert not output.predictions.requires_grad
     output.losses.sum().backward()
-    found = {name: rows[name].grad.clone() for name in FEATURES}
+    grads = {name: rows[name].grad.clone() for name in FEATURES}
     for name in FEATURES:
         rows[name].grad = None
     expected.sum().backward()
     for name in FEATURES:
-        torch.testing.assert_close(found[name], rows[name].grad)
+        torch.testing.assert_close(grads[name], rows[name].grad)
 
 
 def test_a_sample_does_not_depend_on_the_others():

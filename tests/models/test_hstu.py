@@ -86,8 +86,10 @@ def gradients(model: HSTU, rows: dict[str, Jagged], loss: Tensor) -> dict[str, T
     for part in rows.values():
         part.values.grad = None
     loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return found | {name: part.values.grad.clone() for name, part in rows.items()}
+    of_parameters = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    return of_parameters | {name: part.values.grad.clone() for name, part in rows.items()}
 
 
 @pytest.mark.parametrize("normalize_", [True, False])
@@ -101,11 +103,11 @@ def test_equals_a_padded_reference_forward_and_backward(normalize_, num_time_buc
     torch.testing.assert_close(output.losses, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(model.query(batch, rows), last, rtol=1e-9, atol=1e-9)
     assert output.weights.tolist() == [max(n - 1, 0) for n in LENGTHS]
-    found = gradients(model, rows, (output.losses * torch.arange(1, 9)).sum())
+    grads = gradients(model, rows, (output.losses * torch.arange(1, 9)).sum())
     wanted = gradients(model, rows, (expected * torch.arange(1, 9)).sum())
-    assert found.keys() == wanted.keys()
+    assert grads.keys() == wanted.keys()
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-7, atol=1e-9, msg=name)
+        torch.testing.assert_close(grads[name], wanted[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
 def test_a_sample_does_not_depend_on_the_others():

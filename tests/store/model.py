@@ -8,6 +8,7 @@ import hashlib
 import torch
 
 from nestpipe.kernels import reference
+from nestpipe.store.table_store import TableStore
 from nestpipe.tables import Normal, Table
 
 
@@ -25,6 +26,15 @@ def first_values(table: Table, seed: int, keys: list[int], *, shared: bool = Fal
     normal, a, b = (True, 0.0, init.std) if isinstance(init, Normal) else (False, init.low, init.high)
     keys_N = torch.tensor(keys, dtype=torch.int64)
     return reference.first_values(bits, keys_N, table.dim, normal=normal, a=a, b=b).to(table.dtype)
+
+
+def restore(store: TableStore, into: TableStore) -> None:
+    """Puts everything that a checkpoint holds of a store into an empty one."""
+    for shared in (False, True):
+        for keys, records in store.blocks(shared=shared):
+            into.put(keys, records, shared=shared)
+    into.put_sightings(*store.sightings())
+    into.resume(updates=store.updates, step=store.directory.step)
 
 
 @dataclasses.dataclass

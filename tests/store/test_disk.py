@@ -26,7 +26,7 @@ from nestpipe.store.memory import MemoryStore
 from nestpipe.store.rowfile import RowFile, block_shape
 from nestpipe.tables import Eviction, Table, Uniform
 from tests.kernels.cases import int64, one_each, same_bits
-from tests.store.model import ModelStore, OverBudget, first_values
+from tests.store.model import ModelStore, OverBudget, first_values, restore
 from tests.store.test_memory import POOL, evictions, programs
 from tests.waiting import PATIENCE
 
@@ -60,12 +60,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Makes stores with hardly any rows in memory, and closes them."""
     with contextlib.ExitStack() as stack:
 
-        def one(table: Table | None = None, *, hot_rows: int = 4, folder: Path = tmp_path, **rest) -> DiskStore:
+        def make_one(table: Table | None = None, *, hot_rows: int = 4, folder: Path = tmp_path, **rest) -> DiskStore:
             store = DiskStore(table or make_table(), seed=7, folder=folder, hot_rows=hot_rows, **rest)
             stack.callback(close, store)
             return store
 
-        yield one
+        yield make_one
 
 
 def close(store: DiskStore) -> None:
@@ -203,7 +203,9 @@ def check_everything(store: DiskStore, model: ModelStore) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 6, 64, 513, 1500])
-@pytest.mark.parametrize("optimizer", [SGD(), ADAGRAD, RowwiseAdagrad(), Adam()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(), ADAGRAD, RowwiseAdagrad(), Adam()], ids=lambda optimizer: type(optimizer).__name__
+)
 def test_rows_of_every_width_end_as_they_do_in_memory(make: Make, optimizer, dim: int, dtype: torch.dtype) -> None:
     store = make(make_table(dim=dim, optimizer=optimizer, dtype=dtype), hot_rows=7)
     memory = MemoryStore(Table("item", dim, optimizer=optimizer, dtype=dtype), seed=7)
@@ -225,14 +227,12 @@ def test_a_restored_store_has_every_record_and_goes_on_the_same(make: Make, tmp_
     store = make(make_table(eviction=eviction, admit_after=2))
     for step in range(4):
         train(store, list(range(step, 40)), step)
-    (keys, positions), (shared, shared_positions) = store.items(), store.shared_items()
-    assert (np.diff(positions) > 0).all() and len(shared)
+    assert len(store.directory.shared)
     other = make(store.table, folder=tmp_path / "other")
-    parts = (keys, store.records(positions)), (shared, store.records(shared_positions)), store.sightings()
-    other.restore(*parts, updates=store.updates, step=3)
+    restore(store, into=other)
     assert other.digest() == store.digest()
-    for one in (store, other):
-        train(one, list(range(20, 60)), 4)
+    train(store, list(range(20, 60)), 4)
+    train(other, list(range(20, 60)), 4)
     assert other.digest() == store.digest()
     assert [a.tolist() for a in other.sightings()] == [a.tolist() for a in store.sightings()]
 
@@ -286,22 +286,22 @@ def test_rows_being_written_are_read_and_changed_meanwhile(make: Make, monkeypat
     store, memory = make(hot_rows=32), MemoryStore(Table("item", 3, optimizer=ADAGRAD), seed=7)
     gate = Gate(store, monkeypatch)
     for step, keys in enumerate([range(10), range(10, 20), range(20, 29)]):
-        for one in (store, memory):
-            train(one, list(keys), step)
+        for trained in (store, memory):
+            train(trained, list(keys), step)
     assert gate.reached.wait(PATIENCE)
     (slots,) = {tuple(store._hot._job.slots)} if store._hot._job else ((),)
     assert len(slots), "an eighth is left, and nothing is being written"
     writing = store.directory.key_at(store._hot._positions[list(slots)]).tolist()
-    for one in (store, memory):
-        assert same_bits(values_of(one, writing), values_of(memory, writing))
-        train(one, writing, 3, grad=-0.5)
+    for trained in (store, memory):
+        assert same_bits(values_of(trained, writing), values_of(memory, writing))
+        train(trained, writing, 3, grad=-0.5)
     assert same_bits(values_of(store, writing), values_of(memory, writing))
     gate.open.set()
     store._hot.drain()
     assert same_bits(values_of(store, writing), values_of(memory, writing))  # not what is in the file now
-    for one in (store, memory):
+    for trained in (store, memory):
         for step in range(4, 12):
-            train(one, list(range(step * 10, step * 10 + 10)), step)
+            train(trained, list(range(step * 10, step * 10 + 10)), step)
     assert store.digest() == memory.digest()
 
 
@@ -321,8 +321,8 @@ def test_a_store_waits_when_rows_come_faster_than_they_are_written(make: Make, m
 def test_a_row_that_is_put_again_does_not_make_room_for_its_neighbour(make: Make) -> None:
     store, memory = make(hot_rows=8), MemoryStore(Table("item", 3, optimizer=ADAGRAD), seed=7)
     for step, keys in enumerate([*([key] for key in range(8)), [0, 100]]):  # full; then its coldest row, and a new one
-        for one in (store, memory):
-            train(one, keys, step)
+        for trained in (store, memory):
+            train(trained, keys, step)
     assert store.digest() == memory.digest()
 
 
@@ -439,8 +439,8 @@ def test_a_full_disk_is_an_error_that_says_what_to_do_and_loses_nothing(
         monkeypatch.setattr(rowfile, "EXTENT_BYTES", 1 << 20)  # there from the first row on
     table = make_table(dim=40, optimizer=SGD(lr=0.1))
     store, memory = make(table, hot_rows=16), MemoryStore(Table("item", 40, optimizer=SGD(lr=0.1)), seed=7)
-    for one in (store, memory):
-        train(one, list(range(40)), 0)
+    for trained in (store, memory):
+        train(trained, list(range(40)), 0)
     store._hot.drain()
 
     batches, done = [list(range(s, s + 20)) for s in range(0, 400, 20)], 0
@@ -468,8 +468,8 @@ def test_a_full_disk_is_an_error_that_says_what_to_do_and_loses_nothing(
     keys = list(range(20 * done))
     assert same_bits(values_of(store, keys), values_of(memory, keys))
     for step, batch in enumerate(batches[done + 1 :], start=2):
-        for one in (store, memory):
-            train(one, batch, step)
+        for trained in (store, memory):
+            train(trained, batch, step)
     keys = [key for batch in batches[:done] + batches[done + 1 :] for key in batch]
     assert same_bits(values_of(store, keys), values_of(memory, keys))
 
@@ -527,8 +527,8 @@ def test_a_file_system_without_o_direct_is_used_and_told(make: Make, monkeypatch
     store, memory = make(), MemoryStore(Table("item", 3, optimizer=ADAGRAD), seed=7)
     assert not store.file.direct and "refuses O_DIRECT" in store.file.describe()
     for step in range(4):
-        for one in (store, memory):
-            train(one, list(range(step * 5, 40)), step)
+        for trained in (store, memory):
+            train(trained, list(range(step * 5, 40)), step)
     assert store.digest() == memory.digest()
 
 

@@ -14,7 +14,7 @@ from nestpipe.store import chunks
 from nestpipe.store.memory import MemoryStore
 from nestpipe.tables import Eviction, Normal, Table, Uniform
 from tests.kernels.cases import EXTREMES, int64, key_with_hash, one_each, same_bits
-from tests.store.model import ModelStore, OverBudget, Row, first_values
+from tests.store.model import ModelStore, OverBudget, Row, first_values, restore
 
 few = settings(max_examples=60, deadline=None)
 
@@ -60,15 +60,8 @@ def own_keys(store: MemoryStore) -> list[int]:
 
 def copy_of(store: MemoryStore) -> MemoryStore:
     """A new store, restored from everything that a checkpoint holds."""
-    (keys, positions), (shared, shared_positions) = store.items(), store.shared_items()
     other = MemoryStore(store.table, seed=7)
-    other.restore(
-        (keys, store.records(positions)),
-        (shared, store.records(shared_positions)),
-        store.sightings(),
-        updates=store.updates,
-        step=store.directory.step,
-    )
+    restore(store, into=other)
     return other
 
 
@@ -90,12 +83,12 @@ def test_a_row_is_born_with_values_of_its_seed_table_and_key(dtype: torch.dtype,
 
 def test_first_values_are_the_same_in_another_order_batch_and_number_of_workers() -> None:
     keys = [*EXTREMES, *range(100, 160)]
-    one, other = MemoryStore(make_table(), seed=7), MemoryStore(make_table(), seed=7, owners=np.arange(5))
-    one.resolve(int64(keys), 0)
+    alone, other = MemoryStore(make_table(), seed=7), MemoryStore(make_table(), seed=7, owners=np.arange(5))
+    alone.resolve(int64(keys), 0)
     for step, part in enumerate(np.array_split(int64(keys[::-1]), 9)):
         other.resolve(part, step)
-    assert same_bits(values_of(one, keys), values_of(other, keys))
-    assert one.digest() == other.digest()
+    assert same_bits(values_of(alone, keys), values_of(other, keys))
+    assert alone.digest() == other.digest()
 
 
 def test_first_values_differ_by_seed_and_by_table_name() -> None:
@@ -544,18 +537,18 @@ def test_the_digest_changes_with_any_value_state_or_key() -> None:
 
 
 def restored(store: MemoryStore, keys: np.ndarray, records: np.ndarray) -> MemoryStore:
-    other, nothing = MemoryStore(store.table, seed=7), int64([])
-    no_records = np.empty((0, records.shape[1]), np.float32)
-    other.restore((keys, records), (nothing, no_records), (nothing, nothing), updates=store.updates, step=2)
+    other = MemoryStore(store.table, seed=7)
+    other.put(keys, records)
+    other.resume(updates=store.updates, step=2)
     return other
 
 
 def test_the_digest_does_not_change_with_the_order_of_births_or_with_uses() -> None:
-    one, other = (MemoryStore(make_table(eviction=Eviction(ttl=99)), seed=7) for _ in range(2))
-    one.resolve(np.arange(50), 0)
+    forwards, other = (MemoryStore(make_table(eviction=Eviction(ttl=99)), seed=7) for _ in range(2))
+    forwards.resolve(np.arange(50), 0)
     other.resolve(np.arange(50)[::-1].copy(), 0)
     other.resolve(np.arange(50), 1)
-    assert one.digest() == other.digest()
+    assert forwards.digest() == other.digest()
 
 
 def test_stats_count_rows_and_the_bytes_of_records_and_index() -> None:

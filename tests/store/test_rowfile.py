@@ -64,13 +64,13 @@ def in_child(store: DiskStore, folder: Path, wait: Callable[[int], None] = lambd
     out = folder / "found.npy"
 
     def work() -> None:
-        found = []
+        blocks = []
         store.open_frozen()
         for number, (keys, records) in enumerate(store.blocks()):
             wait(number)
-            found.append(np.concatenate([keys[:, None].view(np.float64), records.astype(np.float64)], 1))
+            blocks.append(np.concatenate([keys[:, None].view(np.float64), records.astype(np.float64)], 1))
         store.close_frozen()
-        np.save(out, np.concatenate(found))
+        np.save(out, np.concatenate(blocks))
 
     store.freeze()
     return fork(work), out
@@ -81,8 +81,8 @@ def wait_for(child: Child) -> None:
 
 
 def as_saved(path: Path) -> dict[int, bytes]:
-    found = np.load(path)
-    keys, records = np.ascontiguousarray(found[:, 0]).view(np.int64), found[:, 1:].astype(np.float32)
+    saved = np.load(path)
+    keys, records = np.ascontiguousarray(saved[:, 0]).view(np.int64), saved[:, 1:].astype(np.float32)
     return {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
 
 
@@ -244,8 +244,8 @@ def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(
 ) -> None:
     store, other = make(tmp_path), make(tmp_path, name="other")
     kept = store if whose == "its own" else other
-    for one in (store, other):
-        use(one, np.arange(NUM_ROWS), 1)
+    for trained in (store, other):
+        use(trained, np.arange(NUM_ROWS), 1)
     kept.freeze()
     child, overwritten, opened = fork_reader(kept)
     use(kept, np.arange(NUM_ROWS), 2)
@@ -273,8 +273,8 @@ def test_a_file_that_must_grow_takes_the_room_of_what_was_kept(
     overwritten.reach(1)
     wait_for(child)
     assert "could not be kept" in str(child.problem)
-    for one in (store, other):
-        one.close()
+    store.close()
+    other.close()
 
 
 def test_room_that_another_has_just_freed_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

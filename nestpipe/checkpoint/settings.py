@@ -1,0 +1,46 @@
+"""Settings: what a trainer that goes on wants back from a checkpoint, beside tables, model and place in the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a table travels and who holds it decide the order of sums, so a run that goes on must not decide anew.
+
+    lr_factor: what `scale_lr` was told last.
+    pooled_at_owner: {table: whether its bags are pooled where its rows live}; None: not decided yet.
+    micro_batches: as measured; None where nothing was.
+    config: of the run, by section; None for one that has none.
+    run: which one it is; None where nobody has said.
+    owners: {table: the workers that hold it}; None: not decided yet.
+    """
+
+    lr_factor: float
+    pooled_at_owner: Mapping[str, bool | None]
+    owners: Mapping[str, Sequence[int] | None]
+    micro_batches: int | None = None
+    config: Mapping[str, Mapping[str, Any]] | None = None
+    run: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Settings:
+        """What an earlier version did not save yet has its default, what a later one may add is passed over. Raises ValueError or
+        KeyError for what nestpipe never wrote."""
+        if type(values) is not dict:
+            raise ValueError(f"the settings are {values!r:.80}")
+        config, measured, run = (values.get(name) for name in ("config", "micro_batches", "run"))
+        lr_factor, pooled_at_owner, owners = (values[name] for name in ("lr_factor", "pooled_at_owner", "owners"))
+        if type(lr_factor) not in (int, float) or type(pooled_at_owner) is not dict or type(owners) is not dict:
+            raise ValueError(f"the settings are {values!r:.80}")
+        if config is not None and (type(config) is not dict or not all(type(part) is dict for part in config.values())):
+            raise ValueError(f"the config is {config!r:.80}")
+        if type(measured) not in (int, type(None)) or type(run) not in (str, type(None)):
+            raise ValueError(f"micro_batches is {measured!r:.40}, the run {run!r:.40}")
+        return cls(lr_factor, pooled_at_owner, owners, measured, config, run)
