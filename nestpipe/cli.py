@@ -185,6 +185,7 @@ def _counts(text: str) -> list[int]:
 def _train(arguments: argparse.Namespace) -> int:
     with _importing(arguments):
         from nestpipe import config, process, run
+        from nestpipe.files import check_writable
 
     overrides = [*arguments.overrides, *([f"schedule.name={arguments.schedule}"] if arguments.schedule else [])]
     if not process.under_launcher():
@@ -195,7 +196,7 @@ def _train(arguments: argparse.Namespace) -> int:
             if arguments.resume and arguments.out is None:
                 raise ValueError("--resume needs the run folder to go on in: --out RUN")
             parsed = config.read(arguments.config, overrides)
-            run.check_writable(arguments.json)
+            check_writable(arguments.json)
             run.check_places(parsed, folder)
             if not arguments.resume:
                 run.check_unused(parsed, folder)
@@ -228,6 +229,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     with _importing(arguments):
         from nestpipe import config, process, run
+        from nestpipe.files import check_writable, write_json
 
     saved = arguments.run / "config.json"
     if not saved.is_file():
@@ -235,7 +237,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         return 2
 
     def read() -> config.Config:
-        run.check_writable(arguments.json)
+        check_writable(arguments.json)
         return config.read_json(saved, arguments.overrides)
 
     # Read here first: what is wrong is told once, and not by every worker.
@@ -256,7 +258,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         if _rank() == 0:
             print(f"{split}: {run.in_words(metrics)}")
             if arguments.json:
-                run.write_json(arguments.json, {"split": split, "metrics": metrics})
+                write_json(arguments.json, {"split": split, "metrics": metrics})
 
     return _worker(arguments, work)
 
@@ -269,7 +271,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
     from nestpipe.checkpoint import commands
-    from nestpipe.run import check_writable
+    from nestpipe.files import check_writable
 
     flaws: list[str] = []
 
@@ -321,7 +323,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     from nestpipe import config
     from nestpipe.bench import profiling
-    from nestpipe.run import check_writable
+    from nestpipe.files import check_writable, write_text
     from nestpipe.simulate.profile import to_toml
 
     def work() -> None:
@@ -329,8 +331,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         check_writable(arguments.out)
         found = profiling.profile(parsed, workers=arguments.workers, name=arguments.out.stem)
         if found is not None:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(to_toml(found))
+            write_text(arguments.out, to_toml(found))
             print(
                 f"profile: {arguments.out}\nnestpipe simulate {arguments.config} --profile {arguments.out} --workers 2,4,8"
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import math
 import os
@@ -30,6 +29,7 @@ from nestpipe.data.dataset import skip
 from nestpipe.engine.context import StepResult
 from nestpipe.engine.evaluation import judge_losses, judge_ranking
 from nestpipe.errors import Stopped, TrainingError, did_you_mean
+from nestpipe.files import check_writable, plain, write_json
 from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy
 from nestpipe.process import join_group
 from nestpipe.tables import Table
@@ -59,7 +59,7 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
         record=record,
         check_freshness=config.check_freshness,
     )
-    trainer.config = _plain(config.to_dict())
+    trainer.config = plain(config.to_dict())
     # After the model was built: from here on every rank draws its own dropout.
     torch.manual_seed(config.train.seed * 65_537 + trainer.rank)
     return trainer, built
@@ -511,41 +511,6 @@ def _replace_final(folder: Path) -> None:
 
 def _cosine(step: int, steps: int) -> float:
     return max(0.05, 0.5 * (1.0 + math.cos(math.pi * step / steps)))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(_plain(value), indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: what is not defined (a metric of an empty split) becomes null."""
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def check_writable(*files: Path | None, folder: Path | None = None) -> None:
-    """Raises ValueError now rather than after the work whose result would be written there. None: nothing is."""
-    for path, must_be_folder in ((folder, True), *((file, False) for file in files)):
-        if path is None:
-            continue
-        try:
-            existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-        except OSError as error:  # a name that is too long, say
-            raise ValueError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
-        must_be_folder = must_be_folder or existing != path
-        which = "it" if existing == path else existing
-        if existing.is_dir() != must_be_folder:
-            kind = "a file" if must_be_folder else "a folder"
-            raise ValueError(f"cannot write {path}: {which} is {kind}; choose another path")
-        if not os.access(existing, os.W_OK):
-            raise ValueError(f"cannot write {path}: no permission to write {existing}; choose another path")
 
 
 def in_words(metrics: dict[str, float]) -> str:

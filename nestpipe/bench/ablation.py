@@ -24,14 +24,15 @@ from torch import nn
 
 from nestpipe.bench import emulated
 from nestpipe.bench.computing import Layers, layers_for
-from nestpipe.bench.contestants import DIM, Law, Way, alternate, compile_kernels, in_memory, load_everything, pool_of
+from nestpipe.bench.contestants import DIM, Law, alternate, compile_kernels, in_memory, load_everything, pool_of
 from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, bars, cells, verdict
 from nestpipe.bench.links import links, throughput
 from nestpipe.bench.mix import PAPER, Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown, shown_list
 from nestpipe.bench.workers import run_workers
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Section, Table, shown, shown_list
 from nestpipe.trainer import Trainer
 
 # -- what is measured, as data -----------------------------------------------------------------------------------------
@@ -50,9 +51,9 @@ class Bytes:
     steps: int = 3
 
     @property
-    def ways(self) -> list[Way]:
+    def settings(self) -> list[Setting]:
         cut = itertools.product(("fwp",), self.cuts, (True, False), CLUSTERINGS)
-        return [Way("fwp", 1), *(Way(*one) for one in cut)]
+        return [Setting("fwp", 1), *(Setting(*one) for one in cut)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +70,17 @@ class Limited:
     steps: int = 14
 
     @property
-    def ways(self) -> list[Way]:
+    def settings(self) -> list[Setting]:
         n = self.micro_batches
         return [
-            Way("serial"),
-            Way("dbp"),
-            Way("fwp", n, True, "window"),
-            Way("nested", n, True, "window"),
-            Way("nested", n, True, "taper"),
-            Way("nested", n, True, "none"),
-            Way("nested", n, False, "shared"),
-            Way("stale"),
+            Setting("serial"),
+            Setting("dbp"),
+            Setting("fwp", n, True, "window"),
+            Setting("nested", n, True, "window"),
+            Setting("nested", n, True, "taper"),
+            Setting("nested", n, True, "none"),
+            Setting("nested", n, False, "shared"),
+            Setting("stale"),
         ]
 
 
@@ -110,16 +111,16 @@ def run_bytes(size: Bytes) -> list[dict[str, Any]]:
 
 
 def _count_bytes(size: Bytes) -> list[dict[str, Any]]:
-    """Bytes per step that all workers together sent, for each way; all train on the same batches."""
+    """Bytes per step that all workers together sent, for each setting; all train on the same batches."""
     results = []
     for law in size.laws:
         batches = pool_of(law, size.samples, size.length, count=size.steps)
         whole = 0.0
-        for way in size.ways:
-            contestant = in_memory(way, EmulatedModel(dim=DIM), batches, warm_up=len(batches))
+        for setting in size.settings:
+            contestant = in_memory(setting, EmulatedModel(dim=DIM), batches, warm_up=len(batches))
             sent = contestant.trainer.bytes_sent() / len(batches)
-            whole = whole or sent  # of the first way, which does not cut the batch
-            told = {"workers": contestant.trainer.world, "keys": law.name, **dataclasses.asdict(way)}
+            whole = whole or sent  # of the first setting, which does not cut the batch
+            told = {"workers": contestant.trainer.world, "keys": law.name, **dataclasses.asdict(setting)}
             results.append({**told, "bytes": sent, "ratio": sent / whole})
     return results
 
@@ -139,7 +140,7 @@ def _measure_links(size: Limited) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     for (law, samples), real in zip(size.laws, size.real, strict=True):
         pool = pool_of(law, samples, size.length)
-        alone = in_memory(Way("serial"), EmulatedModel(dim=DIM), pool).block(size.steps)
+        alone = in_memory(Setting("serial"), EmulatedModel(dim=DIM), pool).block(size.steps)
         wanted = size.compute * alone["communication"] / 1e3
         emulate = partial(pad, seconds_per_token=wanted / (samples * size.length))
         models: list[tuple[str, Callable[[], nn.Module], Callable[[Trainer], None] | None]]
@@ -148,7 +149,7 @@ def _measure_links(size: Limited) -> dict[str, Any]:
             layers = layers_for(wanted * 1e3, pool, steps=size.steps // 2)
             models.append((f"CPU, {layers} layers", partial(Layers, layers), None))
         for compute, model, prepare in models:
-            contestants = [in_memory(way, model(), pool, prepare) for way in size.ways]
+            contestants = [in_memory(setting, model(), pool, prepare) for setting in size.settings]
             what = f"ablation: links, {law.name}, {compute}"
             rounds = alternate(contestants, rounds=size.rounds, steps=size.steps, what=what)
             told = {"keys": law.name, "samples": samples, "compute": compute}
@@ -167,7 +168,7 @@ def run_mix(size: Mix) -> dict[str, Any]:
 
 
 def _measure_mix(size: Mix) -> dict[str, Any]:
-    contestants, _ = mix_contestants(size, size.ways)
+    contestants, _ = mix_contestants(size, size.settings)
     rounds = alternate(contestants, rounds=size.rounds, steps=size.steps_of, what="ablation: mix")
     return {"ms": verdict(rounds), "rounds": rounds}
 
@@ -247,7 +248,7 @@ def links_sections(results: dict[str, Any]) -> Iterator[Section]:
 def mix_sections(results: dict[str, Any]) -> Iterator[Section]:
     size = Mix(**{**results["size"], "law": Law(**results["size"]["law"])})
     whole = results["ms"]["serial"]["step"]
-    schedules = {way.name: way.schedule for way in size.ways}
+    schedules = {setting.name: setting.schedule for setting in size.settings}
     rows = []
     for name, one in results["ms"].items():
         paper = PAPER[schedules[name]]

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from nestpipe.batch import Batch, Output
-from nestpipe.bench.contestants import DIM, Way, in_memory
+from nestpipe.bench.contestants import DIM, in_memory
 from nestpipe.bench.emulated import samples_of
+from nestpipe.schedule.setting import Setting
 
 
 class Layers(nn.Module):
@@ -31,6 +32,6 @@ class Layers(nn.Module):
 def layers_for(wanted_ms: float, pool: Sequence[Batch], *, steps: int) -> int:
     """How many layers compute that long per step; from figures of all ranks, so it is the same on all. A layer takes at least a
     twentieth of a step with five: where others use the machine as well, five may have seemed no longer than one."""
-    few, many = (in_memory(Way("serial"), Layers(layers), pool, warm_up=2) for layers in (1, 5))
+    few, many = (in_memory(Setting("serial"), Layers(layers), pool, warm_up=2) for layers in (1, 5))
     a, b = (one.block(steps)["compute"] for one in (few, many))
     return max(1, 1 + round((wanted_ms - a) / max(b / 20, (b - a) / 4)))

@@ -15,38 +15,18 @@ from torch import nn
 from nestpipe.batch import Batch, Jagged
 from nestpipe.bench import memory
 from nestpipe.bench.emulated import EmulatedModel
-from nestpipe.bench.figures import Figures, figures, largest
+from nestpipe.bench.figures import largest
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.optim import RowwiseAdagrad
-from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.setting import Setting
 from nestpipe.tables import Feature, Table
 from nestpipe.trace import RankTrace
+from nestpipe.trace.figures import Figures, figures
 from nestpipe.trainer import Trainer
 
 DIM = 64
 POOL = 8  # batches per worker, used in turn, so that making them costs nothing during a block
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """One contestant."""
-
-    schedule: str
-    micro_batches: int = 1
-    window_cache: bool = True
-    clustering: str = "none"
-
-    @property
-    def name(self) -> str:
-        name = self.schedule
-        if SCHEDULES[self.schedule]().stale_by:
-            name += " (NOT exact)"
-        if self.micro_batches == 1:
-            return name
-        cache = "" if self.window_cache else ", no window cache"
-        clustering = f", clustering {self.clustering}" if self.clustering != "none" else ""
-        return f"{name}, N = {self.micro_batches}{cache}{clustering}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +76,9 @@ class Contestant:
     """
 
     def __init__(
-        self, way: Way, make: Callable[[], Trainer], batches: Callable[[int], Iterable[Batch]], *, warm_up: int
+        self, setting: Setting, make: Callable[[], Trainer], batches: Callable[[int], Iterable[Batch]], *, warm_up: int
     ) -> None:
-        self.way, self.batches = way, batches
+        self.setting, self.batches = setting, batches
         growth = memory.Growth()
         self.trainer = make()
         if warm_up:
@@ -126,7 +106,7 @@ class Contestant:
 
 
 def in_memory(
-    way: Way,
+    setting: Setting,
     model: nn.Module,
     pool: Sequence[Batch],
     prepare: Callable[[Trainer], None] | None = None,
@@ -145,17 +125,14 @@ def in_memory(
             [Table("item", dim, optimizer=RowwiseAdagrad(lr=0.01))],
             [Feature("history", "item")],
             dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
-            schedule=way.schedule,
-            micro_batches=way.micro_batches,
-            window_cache=way.window_cache,
-            clustering=way.clustering,
+            **setting.options(),
             record=True,
         )
         if prepare is not None:
             prepare(trainer)
         return trainer
 
-    return Contestant(way, make, lambda steps: itertools.islice(itertools.cycle(pool), steps), warm_up=warm_up)
+    return Contestant(setting, make, lambda steps: itertools.islice(itertools.cycle(pool), steps), warm_up=warm_up)
 
 
 def pool_of(law: Law, samples: int, length: int, *, count: int = POOL) -> list[Batch]:
@@ -165,19 +142,19 @@ def pool_of(law: Law, samples: int, length: int, *, count: int = POOL) -> list[B
 
 
 def alternate(
-    contestants: Sequence[Contestant], *, rounds: int, steps: int | Callable[[Way], int], what: str
+    contestants: Sequence[Contestant], *, rounds: int, steps: int | Callable[[Setting], int], what: str
 ) -> dict[str, list[Figures]]:
     """Figures by contestant and round; who is first changes from round to round.
 
     steps: of a block; of one that hides no lookups fewer will do, since nothing fills and drains.
     what: is measured, for those who wait for it.
     """
-    results: dict[str, list[Figures]] = {one.way.name: [] for one in contestants}
+    results: dict[str, list[Figures]] = {one.setting.name: [] for one in contestants}
     for turn in range(rounds):
         first = turn % len(contestants)
         for one in [*contestants[first:], *contestants[:first]]:
-            tell(f"{what}: round {turn + 1} of {rounds}, {one.way.name}")
-            results[one.way.name].append(one.block(steps if isinstance(steps, int) else steps(one.way)))
+            tell(f"{what}: round {turn + 1} of {rounds}, {one.setting.name}")
+            results[one.setting.name].append(one.block(steps if isinstance(steps, int) else steps(one.setting)))
     return results
 
 
@@ -187,8 +164,8 @@ def load_everything() -> None:
     gc.collect()
     gc.freeze()  # modules stay: a collection before each contestant need not walk all of them
     batches = pool_of(Law(1.05), 16, 4, count=3)
-    for way in (Way("dbp"), Way("nested", 2, True, "taper"), Way("nested", 2, False, "shared")):
-        in_memory(way, EmulatedModel(dim=8), batches, dim=8, warm_up=len(batches))
+    for setting in (Setting("dbp"), Setting("nested", 2, True, "taper"), Setting("nested", 2, False, "shared")):
+        in_memory(setting, EmulatedModel(dim=8), batches, dim=8, warm_up=len(batches))
 
 
 def compile_kernels() -> None:

@@ -1,10 +1,6 @@
-"""Figures of contestants: from their traces, over ranks and rounds, and as the cells and bars that every suite shows.
+"""Figures of contestants, over ranks and rounds, and as the cells and bars that every suite shows. To those of their traces
+(trace/figures.py) come:
 
-step                    milliseconds; the mean of a block without its ends, where the pipeline fills and drains.
-iqr                     of the single steps of a block.
-exposed communication   of EMB, GRAD, AGREE and REDUCE: runs while the compute lane runs nothing else. On the compute lane all
-                        of it is.
-exposed lookup          the same of the operations of LOOKUP, without the time in which communication is exposed.
 bytes                   of keys, rows and their gradients that a worker sends per step, the mean over workers.
 memory                  bytes by which a worker's resident set rose, at its peak, while the contestant was built and did its
                         first steps (see memory.py); the batches, which all contestants share, are not in it. It depends on
@@ -16,59 +12,15 @@ Times and memory are the largest over ranks. What is shown are medians over roun
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from nestpipe.bench.alternate import spread
-from nestpipe.bench.sections import Bars, shown
-from nestpipe.trace import COMPUTE, RankSummary, RankTrace, summary
-from nestpipe.trace.times import covered, steady_steps, union
+from nestpipe.sections import Bars, shown
+from nestpipe.trace.figures import Figures
 
-COMMUNICATION = ("EMB", "GRAD", "AGREE", "REDUCE")
-LOOKUP = ("PREFETCH", "H2D", "ROUTE", "RETRIEVE", "WRITEBACK", "SYNC")
-
-Figures = dict[str, float]
 Rounds = Mapping[str, Sequence[Figures]]  # by contestant
-
-
-def figures(trace: RankTrace) -> Figures:
-    """Milliseconds per step of this rank. Of the time in which compute runs nothing, what communication takes counts for it
-    alone: lookup that happens to run then is not what compute waits for."""
-    one = summary([trace])[0]
-
-    def total(names: Sequence[str], of: Callable[[Any], float]) -> float:
-        return sum(of(op) for op in one.ops if op.op in names)
-
-    return {
-        "step": one.mean_step_ms,
-        "iqr": spread((np.diff(steady_steps(trace).bounds) / 1e6).tolist()),
-        "compute": total(("FWD", "BWD"), lambda op: op.ms),
-        "communication": total(COMMUNICATION, lambda op: op.ms),
-        "exposed communication": total(COMMUNICATION, lambda op: op.exposed_ms),
-        "lookup": total(LOOKUP, lambda op: op.ms),
-        "exposed lookup": _exposed_lookup(trace, one),
-        "longest lane": one.busiest.busy_ms,
-        "compute lane": one.lane(COMPUTE).busy_ms,
-    }
-
-
-def _exposed_lookup(trace: RankTrace, one: RankSummary) -> float:
-    columns, compute = trace.columns, trace.lanes.index(COMPUTE)
-    start, end = columns.start.clip(*one.window_ns), columns.end.clip(*one.window_ns)
-    lookup, communication = (
-        np.isin(columns.op, [columns.names.index(name) for name in names if name in columns.names])
-        for names in (LOOKUP, COMMUNICATION)
-    )
-    here = lookup & (columns.lane == compute)
-    hiding = (columns.lane == compute) | communication
-    elsewhere = union(start[lookup & ~hiding], end[lookup & ~hiding])
-    hidden = covered(*elsewhere, by=union(start[hiding], end[hiding]))
-    waited = (end - start)[here].sum() + (elsewhere[1] - elsewhere[0] - hidden).sum()
-    return float(waited) / 1e6 / one.steps
 
 
 def largest(mine: Figures) -> Figures:

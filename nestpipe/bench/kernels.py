@@ -14,11 +14,11 @@ import torch
 
 from nestpipe.bench.alternate import spread
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.kernels import update
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import Deduplicator, bucket
 from nestpipe.kernels.rows import NONE, ONES, gather, pool, pool_add, rows_of, scatter_add
+from nestpipe.sections import Section, Table, shown
 
 REPEATS = 3  # timed calls in a row, of each in turn
 DIM = 64

@@ -11,9 +11,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from nestpipe.bench.contestants import DIM, POOL, Contestant, Law, Way, in_memory, load_everything, pool_of
+from nestpipe.bench.contestants import DIM, POOL, Contestant, Law, in_memory, load_everything, pool_of
 from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.figures import largest
+from nestpipe.schedule.ops import PREFETCH, RETRIEVE, ROUTE, WRITEBACK
+from nestpipe.schedule.setting import Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +39,22 @@ class Mix:
     short: int = 6  # steps of a schedule that hides no lookups: nothing fills and drains; below 4 no end is left out
 
     @property
-    def ways(self) -> list[Way]:
-        cut = [Way(*one) for one in itertools.product(("fwp", "nested"), self.cuts, (True,), ("window",))]
-        return [Way("serial"), Way("dbp"), *cut, Way("nested", self.cuts[0], True, "taper"), Way("stale")]
+    def settings(self) -> list[Setting]:
+        cut = [Setting(*one) for one in itertools.product(("fwp", "nested"), self.cuts, (True,), ("window",))]
+        return [
+            Setting("serial"),
+            Setting("dbp"),
+            *cut,
+            Setting("nested", self.cuts[0], True, "taper"),
+            Setting("stale"),
+        ]
 
     @property
     def lookup(self) -> float:
         return self.prefetch + self.route + self.retrieve + self.writeback
 
-    def steps_of(self, way: Way) -> int:
-        return self.short if way.schedule in ("serial", "fwp") else self.steps
+    def steps_of(self, setting: Setting) -> int:
+        return self.steps if setting.hides_lookups else self.short
 
 
 # Shares of the serial step that are exposed, and speed-up, at 1,536 workers; the rest of the step is 1,713 ms of compute.
@@ -61,20 +69,20 @@ PAPER = {
 
 
 def mix_contestants(
-    size: Mix, ways: Sequence[Way], *, seconds_per_byte: float | None = None
+    size: Mix, settings: Sequence[Setting], *, seconds_per_byte: float | None = None
 ) -> tuple[list[Contestant], float]:
     """Trainers whose operations last as the mix says, warmed up; and the seconds per byte of their links, which the bytes
-    of the first way, serial, decide where they are not given."""
+    of the first setting, serial, decide where they are not given."""
     load_everything()
     pool = pool_of(size.law, size.samples, size.length)
-    contestants = [in_memory(way, EmulatedModel(dim=DIM), pool) for way in ways]
+    contestants = [in_memory(setting, EmulatedModel(dim=DIM), pool) for setting in settings]
     if seconds_per_byte is None:
         seconds_per_byte = size.step * size.communication / _bytes_sent(contestants[0])
     seconds = {
-        "PREFETCH": size.step * size.prefetch,
-        "ROUTE": size.step * size.route,
-        "RETRIEVE": size.step * size.retrieve,
-        "WRITEBACK": size.step * size.writeback,
+        PREFETCH: size.step * size.prefetch,
+        ROUTE: size.step * size.route,
+        RETRIEVE: size.step * size.retrieve,
+        WRITEBACK: size.step * size.writeback,
     }
     per_token = size.step * size.compute / (size.samples * size.length)
     for one in contestants:

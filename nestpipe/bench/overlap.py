@@ -5,8 +5,9 @@ are uniform, so that nearly every lookup goes to the disk. The model is made so 
 (first workload) or shorter (second); serial and dbp then run in alternating blocks in the same processes, and everything
 is taken from the trace of their steady state.
 
-*Lookup* is RETRIEVE, WRITEBACK and SYNC. In a serial run all of it is exposed. Under dbp it is exposed while the store
-lane is busy and the compute lane runs nothing, and during SYNC, which is on the compute lane.
+*Lookup* is all operations of that kind (schedule/ops.py); nearly all of its time is RETRIEVE and WRITEBACK. In a serial run
+all of it is exposed. Under dbp it is exposed while its lanes are busy and the compute lane runs nothing, and during SYNC, which
+is on the compute lane.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nestpipe import sections as section
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.bench import sections as section
-from nestpipe.bench.contestants import Contestant, Way, alternate, load_everything
-from nestpipe.bench.figures import COLUMNS, EXPLAINED, Figures, Rounds, bars, cells, verdict
+from nestpipe.bench.contestants import Contestant, alternate, load_everything
+from nestpipe.bench.figures import COLUMNS, EXPLAINED, Rounds, bars, cells, verdict
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
+from nestpipe.schedule.ops import LOOKUP, SYNC, of_kind
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Section, shown
 from nestpipe.store.disk import DiskStore
 from nestpipe.tables import Feature, Table
 from nestpipe.trace import RankTrace, summary
+from nestpipe.trace.figures import Figures
 from nestpipe.trainer import Trainer
 
-LOOKUP = ("RETRIEVE", "WRITEBACK", "SYNC")
 DIM, WIDTH = 64, 256
-WAYS = (Way("serial"), Way("dbp"))
+SETTINGS = (Setting("serial"), Setting("dbp"))
 WORKLOADS = {"compute longer than lookup": 2.0, "lookup longer than compute": 0.1}  # compute, of a serial step's lookup
 
 
@@ -85,7 +88,7 @@ class Deep(nn.Module):
 class OnDisk(Contestant):
     """One over a table on disk that is full from the start, trained on uniform keys."""
 
-    def __init__(self, way: Way, size: Size, layers: int, folder: Path) -> None:
+    def __init__(self, setting: Setting, size: Size, layers: int, folder: Path) -> None:
         self.size = size
         rng = np.random.default_rng(dist.get_rank())
 
@@ -95,8 +98,8 @@ class OnDisk(Contestant):
                 [Table("item", DIM, optimizer=RowwiseAdagrad(lr=0.01), tier="disk", memory=size.memory)],
                 [Feature("keys", "item", "sum")],
                 dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
-                schedule=way.schedule,
-                storage=folder / f"{way.schedule}-{layers}",
+                schedule=setting.schedule,
+                storage=folder / f"{setting.schedule}-{layers}",
                 record=True,
             )
             _fill(trainer, size.rows)
@@ -108,17 +111,14 @@ class OnDisk(Contestant):
                 lengths = torch.full((size.samples,), size.keys)
                 yield Batch({"keys": Jagged.from_lengths(keys, lengths)}, {}, torch.randn(size.samples))
 
-        super().__init__(way, make, batches, warm_up=size.steps)
+        super().__init__(setting, make, batches, warm_up=size.steps)
 
     def figures(self, trace: RankTrace) -> Figures:
-        one = summary([trace])[0]
-        ops = {time.op: time for time in one.ops}
+        rank = summary([trace])[0]
         return {
             **super().figures(trace),
-            "lookup": sum(ops[name].ms for name in LOOKUP),
-            "exposed lookup": sum(ops[name].exposed_ms for name in LOOKUP),
-            "sync": ops["SYNC"].ms,
-            "store lane": sum(lane.busy_ms for lane in one.lanes if lane.lane == "store"),
+            "sync": sum(time.ms for time in rank.ops if time.op == SYNC),
+            "store lane": sum(lane.busy_ms for lane in rank.lanes if lane.lane == "store"),
         }
 
 
@@ -137,7 +137,7 @@ def _measure(size: Size, folder: str) -> dict[str, Any]:
     load_everything()
     results = {}
     for name, layers in _depths(size, Path(folder)).items():
-        contestants = [OnDisk(way, size, layers, Path(folder)) for way in WAYS]
+        contestants = [OnDisk(setting, size, layers, Path(folder)) for setting in SETTINGS]
         rounds = alternate(contestants, rounds=size.rounds, steps=size.steps, what=f"overlap: {name}")
         results[name] = {"layers": layers, "rows": size.rows, **_verdict(rounds), **_disk(contestants[-1])}
         for one in contestants:
@@ -149,7 +149,7 @@ def _depths(size: Size, folder: Path) -> dict[str, int]:
     """Layers that make compute as long as the workloads say; from figures of all ranks, so the same on all. A layer takes at
     least a fortieth of a step with nine: where others use the machine as well, nine may have seemed no longer than one."""
     tell("overlap: how deep a model must be")
-    few, many = (OnDisk(WAYS[0], size, layers, folder) for layers in (1, 9))
+    few, many = (OnDisk(SETTINGS[0], size, layers, folder) for layers in (1, 9))
     a, b = (one.block(size.steps) for one in (few, many))
     for one in (few, many):
         one.trainer.close()
@@ -209,7 +209,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
         for name, one in results.items()
     ]
     note = (
-        f"2 workers, real disk, real compute on the CPU. {'; '.join(told)}. Lookup is {', '.join(LOOKUP)}; "
+        f"2 workers, real disk, real compute on the CPU. {'; '.join(told)}. Lookup is {', '.join(of_kind(LOOKUP))}; "
         f"with dbp the paper hid 98.7% of it at 1,536 workers. {EXPLAINED}"
     )
     charts = [bars(f"A step on disk: {name}", one["ms"], "Real disk, real compute.") for name, one in results.items()]

@@ -21,17 +21,17 @@ import torch.distributed as dist
 
 from nestpipe import config
 from nestpipe.bench import emulated, profiling
-from nestpipe.bench.contestants import DIM, Law, Way, alternate, compile_kernels, in_memory, load_everything, pool_of
+from nestpipe.bench.contestants import DIM, Law, alternate, compile_kernels, in_memory, load_everything, pool_of
 from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.links import Links, links
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown, shown_list
 from nestpipe.bench.workers import run_workers
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.schedule import ops as op
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Section, Table, shown, shown_list
 from nestpipe.simulate import fit, sweep
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.keys import count
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import Profile, Work
@@ -60,16 +60,16 @@ class Lab:
     short: int = 6  # of a schedule that hides no lookups
 
     @property
-    def ways(self) -> list[Way]:
-        cut = [Way(name, self.micro_batches, True, "window") for name in ("fwp", "nested")]
-        return [Way("serial"), Way("dbp"), *cut]
+    def settings(self) -> list[Setting]:
+        cut = [Setting(name, self.micro_batches, True, "window") for name in ("fwp", "nested")]
+        return [Setting("serial"), Setting("dbp"), *cut]
 
     @property
     def tokens(self) -> int:
         return self.samples * self.length
 
-    def steps_of(self, way: Way) -> int:
-        return self.short if way.schedule in ("serial", "fwp") else self.steps
+    def steps_of(self, setting: Setting) -> int:
+        return self.steps if setting.hides_lookups else self.short
 
 
 QUICK = Lab(
@@ -156,8 +156,8 @@ def _measure_operations(size: Lab) -> dict[str, dict[str, float]]:
     load_everything()
     pool = pool_of(size.law, size.samples, size.length)
     seconds = []
-    for way in (Way("fwp", size.micro_batches, True, "window"), Way("serial")):
-        contestant = in_memory(way, EmulatedModel(dim=DIM), pool)
+    for setting in (Setting("fwp", size.micro_batches, True, "window"), Setting("serial")):
+        contestant = in_memory(setting, EmulatedModel(dim=DIM), pool)
         _padded(size)(contestant.trainer)
         contestant.recorded()
         contestant.train(size.steps)
@@ -166,7 +166,8 @@ def _measure_operations(size: Lab) -> dict[str, dict[str, float]]:
     load = workload(size)
     whole = {op.EMB: _row_bytes(load), op.GRAD: _row_bytes(load), op.FWD: size.tokens, op.BWD: size.tokens}
     units = [
-        {name: whole[name] / parts if name in cut else 1.0 for name in op.ORDER} for parts in (size.micro_batches, 1)
+        {name: whole[name] / parts if name in cut else 1.0 for name in op.OPERATIONS}
+        for parts in (size.micro_batches, 1)
     ]
     works = profiling.lines(list(zip(seconds, units, strict=True)))
     return {name: dataclasses.asdict(work) for name, work in works.items()}
@@ -194,7 +195,7 @@ def _set_rate(made: Links, rate: str) -> None:
 def _measure_steps(size: Lab, made: Links) -> list[dict[str, Any]]:
     load_everything()
     pool = pool_of(size.law, size.samples, size.length)
-    contestants = [in_memory(way, EmulatedModel(dim=DIM), pool) for way in size.ways]
+    contestants = [in_memory(setting, EmulatedModel(dim=DIM), pool) for setting in size.settings]
     for one in contestants:
         _padded(size)(one.trainer)
         one.recorded()
@@ -205,7 +206,7 @@ def _measure_steps(size: Lab, made: Links) -> list[dict[str, Any]]:
         rounds = alternate(contestants, rounds=size.rounds, steps=size.steps_of, what=what)
         for name, many in rounds.items():
             medians = {key: statistics.median(one[key] for one in many) for key in many[0]}
-            found.append({"workers": dist.get_world_size(), "rate": rate, "way": name, **medians})
+            found.append({"workers": dist.get_world_size(), "rate": rate, "setting": name, **medians})
     return found
 
 
@@ -219,11 +220,10 @@ def workload(size: Lab) -> Workload:
         name="lab",
         samples=size.samples,
         input_bytes=0.0,
-        tables=[TableLoad("item", DIM, size.tokens, growth, record=4 * (DIM + 1))],
+        tables=[TableLoad("item", DIM, size.tokens, growth, record=4 * (DIM + 1), key_bytes=4)],
         dense_bytes=4.0 * DIM,
         forward_flops=size.tokens,
         backward_flops=size.tokens,
-        key_bytes=4,
         batches=batches,
         plan=ExchangePlan([table], [feature], [np.arange(PLACED)]),
     )
@@ -250,8 +250,7 @@ def predict_lab(results: dict[str, Any]) -> list[dict[str, Any]]:
     load = workload(size)
     predicted = []
     for one in results["measured"]:
-        way = next(way for way in size.ways if way.name == one["way"])
-        setting = Setting(way.schedule, way.micro_batches, way.window_cache, way.clustering)
+        setting = next(setting for setting in size.settings if setting.name == one["setting"])
         profile = lab_profile(results, one["rate"])
         found = sweep.predict(load, profile, setting, one["workers"], steps=max(size.steps, 12))
         predicted.append({**dataclasses.asdict(found), "error": found.step / one["step"] - 1})
@@ -324,7 +323,7 @@ def lab_sections(results: dict[str, Any]) -> Iterator[Section]:
     for measured, predicted in zip(results["measured"], results["predicted"], strict=True):
         rows.append(
             (
-                measured["way"],
+                measured["setting"],
                 shown("{}", measured["workers"]),
                 measured["rate"],
                 shown("{:.0f}", measured["step"]),

@@ -23,11 +23,11 @@ from nestpipe.bench.workers import run_workers
 from nestpipe.config import Config, parse
 from nestpipe.exchange.transport import Transport
 from nestpipe.run import make_trainer
-from nestpipe.schedule import setting
-from nestpipe.schedule.ops import DENSE, REDUCE
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.schedule.ops import BWD, DENSE, FWD
+from nestpipe.schedule.setting import Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
-from nestpipe.simulate.profile import READ, UNITS, Profile, Work
+from nestpipe.simulate.profile import READ, Profile, Work, units
 from nestpipe.simulate.workload import BATCHES, of_batches
 from nestpipe.trace import RankTrace
 from nestpipe.trace.times import steady_steps
@@ -92,6 +92,7 @@ def link(group: dist.ProcessGroup | None = None, *, repeats: int = 5) -> Level:
 # -- a profile of this machine -----------------------------------------------------------------------------------------
 
 STEPS, WARM_UP = 8, 4
+ON_DEVICE = (FWD, BWD, DENSE)  # where there is one; the host's cores do all else
 QUARTER = 4  # what is measured besides the batch of the config, to tell fixed times from those that grow
 
 
@@ -127,7 +128,7 @@ def profile(config: Config, *, workers: int, name: str = "this-machine") -> Prof
         operations={one: Work(**work) for one, work in found["works"].items()},
         note=note,
         cores=os.cpu_count() or 1,
-        hosted=tuple(UNITS) if cpu else tuple(one for one in UNITS if one not in ("FWD", "BWD", "DENSE")),
+        hosted=tuple(name for name in units() if cpu or name not in ON_DEVICE),
         host_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_node,
         disk=shutil.disk_usage(".").free / per_node,
     )
@@ -179,7 +180,7 @@ def _operations(values: dict[str, Any]) -> dict[str, Any]:
             now = dataclasses.replace(
                 config,
                 train=dataclasses.replace(config.train, batch_size=size),
-                setting=setting.Setting("serial"),
+                setting=Setting("serial"),
             )
             trainer, built = make_trainer(now, storage=Path(folder) / str(size), record=True)
             source = built.data.batches("train", batch_size=size, rank=0, world=1, seed=now.train.seed)
@@ -200,9 +201,10 @@ def _operations(values: dict[str, Any]) -> dict[str, Any]:
             works[READ] = Work(0.0, seconds / sum(batch.size for batch in read))
             trainer.close()
     works |= lines(points)
-    for one in (DENSE, REDUCE):  # of the same parameters in both sizes
-        if points[1][1][one] > 0:
-            works[one] = Work(0.0, points[1][0][one] / points[1][1][one])
+    taken, done = points[1]
+    for name in taken:  # of the same parameters in both sizes
+        if units()[name] == "byte of dense gradients" and done[name] > 0:
+            works[name] = Work(0.0, taken[name] / done[name])
     return {
         "works": {one: dataclasses.asdict(work) for one, work in works.items()},
         "samples": samples,

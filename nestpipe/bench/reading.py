@@ -26,10 +26,10 @@ from torch import nn
 from nestpipe.batch import Batch, Jagged
 from nestpipe.bench.alternate import spread
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.data import Criteo, Dataset, SyntheticClicks, SyntheticSequences
 from nestpipe.data.reader import in_process
 from nestpipe.engine.loader import Loader
+from nestpipe.sections import Section, Table, shown
 
 SHORT_INTERVAL = 0.0005  # seconds
 

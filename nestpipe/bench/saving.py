@@ -27,12 +27,12 @@ import torch.distributed as dist
 from nestpipe.bench.computing import Layers
 from nestpipe.bench.contestants import DIM, Law, load_everything, pool_of
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.bench.workers import run_workers
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.engine.context import StepResult
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.optim import RowwiseAdagrad
+from nestpipe.sections import Section, Table, shown
 from nestpipe.tables import Feature
 from nestpipe.tables import Table as Rows
 from nestpipe.trainer import Trainer

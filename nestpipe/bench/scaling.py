@@ -20,20 +20,21 @@ from typing import Any
 
 from nestpipe.bench import emulated
 from nestpipe.bench.computing import Layers
-from nestpipe.bench.contestants import Law, Way, alternate, compile_kernels, in_memory, load_everything, pool_of
+from nestpipe.bench.contestants import Law, alternate, compile_kernels, in_memory, load_everything, pool_of
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, bars, cells, verdict
 from nestpipe.bench.mix import Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Curves, Section, Table, shown
 from nestpipe.bench.workers import run_workers
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Curves, Section, Table, shown
 
 # Efficiency from 128 to 1,536 workers that the paper reports. (serial: TorchRec.)
 PAPER = {"serial": 0.4434, "nested": 0.9407}
 
 
-def ways(micro_batches: int) -> list[Way]:
-    cut = [Way(name, micro_batches, clustering="taper") for name in ("fwp", "nested")]
-    return [Way("serial"), Way("dbp"), *cut]
+def settings(micro_batches: int) -> list[Setting]:
+    cut = [Setting(name, micro_batches, clustering="taper") for name in ("fwp", "nested")]
+    return [Setting("serial"), Setting("dbp"), *cut]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def run_emulated(size: Emulated) -> dict[str, Any]:
 
 
 def _measure_emulated(size: Emulated, seconds_per_byte: float | None) -> dict[str, Any]:
-    contestants, rate = mix_contestants(size.mix, ways(size.micro_batches), seconds_per_byte=seconds_per_byte)
+    contestants, rate = mix_contestants(size.mix, settings(size.micro_batches), seconds_per_byte=seconds_per_byte)
     what = f"scaling: {contestants[0].trainer.world} workers"
     rounds = alternate(contestants, rounds=size.mix.rounds, steps=size.mix.steps_of, what=what)
     return {"seconds_per_byte": rate, "ms": verdict(rounds), "rounds": rounds}
@@ -101,7 +102,7 @@ def run_cpu(size: Cpu) -> dict[str, Any]:
 def _measure_cpu(size: Cpu) -> dict[str, Any]:
     load_everything()
     pool = pool_of(size.law, size.samples, size.length)
-    contestants = [in_memory(way, Layers(size.layers), pool) for way in ways(size.micro_batches)]
+    contestants = [in_memory(setting, Layers(size.layers), pool) for setting in settings(size.micro_batches)]
     what = f"scaling: {contestants[0].trainer.world} workers, CPU"
     rounds = alternate(contestants, rounds=size.rounds, steps=size.steps, what=what)
     return {"ms": verdict(rounds), "rounds": rounds}

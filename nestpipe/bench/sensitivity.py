@@ -20,18 +20,18 @@ from torch import nn
 
 from nestpipe.bench import emulated
 from nestpipe.bench.computing import Layers, layers_for
-from nestpipe.bench.contestants import Law, Way, alternate, in_memory, load_everything, pool_of
+from nestpipe.bench.contestants import Law, alternate, in_memory, load_everything, pool_of
 from nestpipe.bench.emulated import EmulatedModel, pad
 from nestpipe.bench.figures import COLUMNS, EXPLAINED, cells, verdict
 from nestpipe.bench.links import links
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Bars, Curves, Section, Table, shown
 from nestpipe.bench.workers import run_workers
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Bars, Curves, Section, Table, shown
 from nestpipe.trainer import Trainer
 
 WORKERS = 2
 AXES = ("micro-batches", "dim", "length", "keys")
-UNCUT = ("serial", "dbp")  # schedules that do not cut their batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Point:
     def samples(self) -> int:
         return self.tokens // self.length
 
-    def ways(self) -> list[Way]:
-        return [Way("serial"), Way("nested", self.micro_batches, clustering="window")]
+    def settings(self) -> list[Setting]:
+        return [Setting("serial"), Setting("nested", self.micro_batches, clustering="window")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Size:
             return {str(length): dataclasses.replace(self.base, length=length) for length in self.lengths}
         return {law.name: dataclasses.replace(self.base, law=law) for law in self.laws}
 
-    def cut_ways(self) -> list[Way]:
-        cut = [Way(name, n, clustering="window") for name in ("fwp", "nested") for n in self.cuts]
-        return [*(Way(name) for name in UNCUT), *cut]
+    def cut_settings(self) -> list[Setting]:
+        cut = [Setting(name, n, clustering="window") for name in ("fwp", "nested") for n in self.cuts]
+        return [Setting("serial"), Setting("dbp"), *cut]
 
-    def steps_of(self, way: Way) -> int:
-        return self.short if way.schedule in ("serial", "fwp") else self.steps
+    def steps_of(self, setting: Setting) -> int:
+        return self.steps if setting.hides_lookups else self.short
 
 
 FULL = Size()
@@ -124,9 +124,9 @@ def measure(size: Size, axes: Sequence[str] = AXES, *, real: bool = True) -> dic
 def _measure_cuts(size: Size) -> dict[str, Any]:
     """By N; serial and dbp, which have none, are the same for all."""
     load_everything()
-    found = _point(size, size.base, size.cut_ways(), "sensitivity: micro-batches")
+    found = _point(size, size.base, size.cut_settings(), "sensitivity: micro-batches")
     return {
-        str(n): {w.schedule: found[w.name] for w in size.cut_ways() if w.schedule in UNCUT or w.micro_batches == n}
+        str(n): {s.schedule: found[s.name] for s in size.cut_settings() if not s.cuts or s.micro_batches == n}
         for n in size.cuts
     }
 
@@ -135,8 +135,8 @@ def _measure(size: Size, axis: str) -> dict[str, Any]:
     load_everything()
     results = {}
     for value, point in size.points(axis).items():
-        found = _point(size, point, point.ways(), f"sensitivity: {axis} {value}")
-        results[value] = {way.schedule: found[way.name] for way in point.ways()}
+        found = _point(size, point, point.settings(), f"sensitivity: {axis} {value}")
+        results[value] = {setting.schedule: found[setting.name] for setting in point.settings()}
     return results
 
 
@@ -146,19 +146,19 @@ def _measure_cpu(size: Size) -> dict[str, Any]:
     pool = pool_of(base.law, base.samples, base.length, count=size.batches)
     layers = layers_for(base.tokens * size.seconds_per_token * 1e3, pool, steps=size.short)
     model = partial(Layers, layers, dim=base.dim)
-    found = _point(size, base, base.ways(), "sensitivity: real compute", model=model)
-    return {"layers": layers, "ms": {way.schedule: found[way.name] for way in base.ways()}}
+    found = _point(size, base, base.settings(), "sensitivity: real compute", model=model)
+    return {"layers": layers, "ms": {setting.schedule: found[setting.name] for setting in base.settings()}}
 
 
 def _point(
-    size: Size, point: Point, ways: Sequence[Way], what: str, *, model: Callable[[], nn.Module] | None = None
+    size: Size, point: Point, settings: Sequence[Setting], what: str, *, model: Callable[[], nn.Module] | None = None
 ) -> dict[str, dict[str, float]]:
     """Figures by contestant; of an emulated accelerator unless a model is given that really computes."""
     pool = pool_of(point.law, point.samples, point.length, count=size.batches)
     prepare: Callable[[Trainer], None] | None = None
     if model is None:
         model, prepare = partial(EmulatedModel, dim=point.dim), partial(pad, seconds_per_token=size.seconds_per_token)
-    contestants = [in_memory(way, model(), pool, prepare, dim=point.dim, warm_up=len(pool)) for way in ways]
+    contestants = [in_memory(setting, model(), pool, prepare, dim=point.dim, warm_up=len(pool)) for setting in settings]
     return verdict(alternate(contestants, rounds=size.rounds, steps=size.steps_of, what=what))
 
 
@@ -190,7 +190,7 @@ def _axis(axis: str, values: Mapping[str, Any], note: str) -> Iterator[Section]:
     rows: list[tuple[str, ...]] = []
     for value, ms in values.items():
         for name, one in ms.items():
-            uncut = axis == "micro-batches" and name in UNCUT
+            uncut = axis == "micro-batches" and not Setting(name).cuts
             if not uncut:
                 label = value if axis == "keys" else shown(value, float(value))
                 rows.append((label, name, *_cells(one)))

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nestpipe import sections as section
 from nestpipe.batch import Batch, Jagged, Output
 from nestpipe.bench import memory
-from nestpipe.bench import sections as section
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, shown, shown_list
 from nestpipe.bench.workers import run_workers
 from nestpipe.optim import RowwiseAdagrad
+from nestpipe.sections import Section, shown, shown_list
 from nestpipe.tables import Feature, Table, Uniform, num_bytes
 from nestpipe.trainer import Trainer
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import from_json, markdown, to_json
-from nestpipe.run import check_writable, write_json
+from nestpipe.files import check_writable, write_json, write_text
+from nestpipe.sections import from_json, markdown, to_json
 
 SUITES = {
     "kernels": "nestpipe.bench.kernels",
@@ -64,9 +64,6 @@ def bench(
     if folder is None and len(chosen) > 1:
         folder = FOLDER
     check_writable(json_file, markdown_file, folder=folder)  # no news for after an hour
-    for parent in (json_file and json_file.parent, markdown_file and markdown_file.parent, folder):
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     for name in chosen:
         try:
@@ -83,7 +80,7 @@ def bench(
                 write_json(file, document)
         for file in (markdown_file, folder and folder / f"{name}.md"):
             if file is not None:
-                file.write_text(text + "\n")
+                write_text(file, text + "\n")
     if folder is not None and len(failed) < len(chosen):
         print(f"written to {folder}: SUITE.json and SUITE.md of {', '.join(n for n in chosen if n not in failed)}")
     if failed:

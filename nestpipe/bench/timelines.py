@@ -12,12 +12,13 @@ from typing import Any
 
 from nestpipe import trace
 from nestpipe.bench import emulated
-from nestpipe.bench.contestants import Way
-from nestpipe.bench.figures import bars, figures, largest
+from nestpipe.bench.figures import bars, largest
 from nestpipe.bench.mix import Mix, mix_contestants
 from nestpipe.bench.progress import tell
-from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.bench.workers import run_workers
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Section, Table, shown
+from nestpipe.trace.figures import figures
 
 FOLDER = Path("runs/timelines")
 MICRO_BATCHES = 4
@@ -26,28 +27,28 @@ QUICK = Mix(workers=2, samples=32, length=10, step=0.1, steps=10)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    for way in _ways():
-        trace.clear(FOLDER / way.schedule)
+    for setting in _settings():
+        trace.clear(FOLDER / setting.schedule)
     size = QUICK if quick else FULL
     result = run_workers(_record, size, str(FOLDER.absolute()), workers=size.workers, threads=1)
-    for way in _ways():
-        trace.draw(trace.read(FOLDER / way.schedule)[:1], FOLDER / way.schedule / "trace.png", steps=2)
+    for setting in _settings():
+        trace.draw(trace.read(FOLDER / setting.schedule)[:1], FOLDER / setting.schedule / "trace.png", steps=2)
     return result
 
 
-def _ways() -> list[Way]:
-    cut = [Way(name, MICRO_BATCHES, clustering="window") for name in ("fwp", "nested")]
-    return [Way("serial"), Way("dbp"), *cut]
+def _settings() -> list[Setting]:
+    cut = [Setting(name, MICRO_BATCHES, clustering="window") for name in ("fwp", "nested")]
+    return [Setting("serial"), Setting("dbp"), *cut]
 
 
 def _record(size: Mix, folder: str) -> dict[str, Any]:
     results = {}
-    contestants, _ = mix_contestants(size, _ways())
+    contestants, _ = mix_contestants(size, _settings())
     for one in contestants:
-        tell(f"timelines: {one.way.name}")
+        tell(f"timelines: {one.setting.name}")
         one.train(size.steps)
-        one.trainer.save_trace(Path(folder, one.way.schedule))
-        results[one.way.schedule] = largest(figures(one.recorded()))
+        one.trainer.save_trace(Path(folder, one.setting.schedule))
+        results[one.setting.schedule] = largest(figures(one.recorded()))
     return results
 
 

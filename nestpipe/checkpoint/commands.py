@@ -11,6 +11,7 @@ import numpy as np
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import Manifest, table_file
 from nestpipe.errors import did_you_mean
+from nestpipe.files import whole
 from nestpipe.tensorfile import TensorReader
 
 ROWS = 1 << 16  # of a row group in Parquet
@@ -77,18 +78,13 @@ def export(path: Path, table: str, out: Path) -> int:
         raise ValueError(f"{path} has no table {table!r}, {did_you_mean(table, list(declared))}")
     dim, half = int(declared[table]["dim"]), declared[table]["dtype"] == "torch.bfloat16"
     schema = pa.schema([("key", pa.int64()), ("values", pa.list_(pa.float32(), dim))])
-    partial, rows = out.with_name(f".{out.name}.partial"), 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with pq.ParquetWriter(partial, schema) as writer:
-            for keys, records in _rows(chain, table):
-                values = _values(records, dim, half)
-                columns = [pa.array(keys), pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)]
-                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-                rows += len(keys)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    rows = 0
+    with whole(out) as partial, pq.ParquetWriter(partial, schema) as writer:
+        for keys, records in _rows(chain, table):
+            values = _values(records, dim, half)
+            columns = [pa.array(keys), pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            rows += len(keys)
     return rows
 
 

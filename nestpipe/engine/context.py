@@ -13,9 +13,10 @@ from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.source import SourceRoute
 from nestpipe.exchange.window import Window
 from nestpipe.kernels.rows import Rows
+from nestpipe.sizes import NUM_TOTALS
 
 # What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
-LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE = range(NUM_TOTALS := 8)
+LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE = range(NUM_TOTALS)
 
 
 @dataclasses.dataclass

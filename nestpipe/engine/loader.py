@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nestpipe.batch import Batch, NotFinite, check_batch
 from nestpipe.errors import Stopped
+from nestpipe.sizes import READ_AHEAD
 
-AHEAD = 2
 MOMENT = 0.1  # seconds, after which a worker that waits for a batch looks whether it has been asked to stop
 
 
@@ -51,7 +51,7 @@ class Loader:
         self._names, self._skip, self._timeout = list(feature_names), skip_nonfinite, timeout
         self._limit, self._stop_asked = limit, stop_asked
         # Each with the number of batches skipped before it: the thread may be ahead of what was asked for.
-        self._queue: queue.Queue[_Entry] = queue.Queue(AHEAD)
+        self._queue: queue.Queue[_Entry] = queue.Queue(READ_AHEAD)
         self._closed = threading.Event()
         self._ended = False
         self._unread: list[_Entry] = []  # what the thread could not give any more

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_BYTES = 4 << 20
+from nestpipe.sizes import BUCKET_BYTES
 
 
 @dataclasses.dataclass

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nestpipe.bench.sections import Bars, Curves, Section, Table
 from nestpipe.report.axes import Axis
 from nestpipe.report.markup import NOTHING, figure, with_unit
+from nestpipe.sections import Bars, Curves, Section, Table
 
 # What a part is called gives it its colour, the same on the whole page; other parts take the next free of SERIES.
 MEANINGS = (

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nestpipe.bench.sections import Bars, Section, Table
 from nestpipe.report.markup import NOTHING, figure
 from nestpipe.report.shares import PARTS, chart, longest_lane, shares
 from nestpipe.report.sources import Run
+from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Bars, Section, Table
 
 COLUMNS = ("run", "workers", "samples/s", "speed-up", "step", *PARTS[1:4], "longest lane", "step / longest lane",
            "last loss", "digest")  # fmt: skip
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Against the first run under `serial`, else the first. Bars of times only of runs that were recorded."""
+    """Against the first run that hides nothing, else the first. Bars of times only of runs that were recorded."""
     labels = _labels(runs)
-    base = next((number for number, run in enumerate(runs) if run.schedule == "serial"), 0)
+    base = next((number for number, run in enumerate(runs) if _hides_nothing(run)), 0)
     recorded = [(label, run) for label, run in zip(labels, runs, strict=True) if run.ranks]
     all_recorded = len(recorded) == len(runs)
     if any(run.samples_per_step is None for run in runs) and all_recorded:  # those of scripts: by steps per second
@@ -45,6 +47,10 @@ def sections(runs: Sequence[Run]) -> list[Section]:
             _digests(runs),
         ),
     ]
+
+
+def _hides_nothing(run: Run) -> bool:
+    return run.schedule in SCHEDULES and Setting(run.schedule).hides_nothing
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

@@ -12,6 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 import nestpipe
+from nestpipe.files import write_text
 from nestpipe.report import charts, comparison, markup, run
 from nestpipe.report.sources import Bench, Run, read_all
 
@@ -35,11 +36,8 @@ def write(paths: Sequence[Path], *, out: Path | None = None, title: str | None =
     if out.is_dir():
         raise ValueError(f"cannot write {out}: it is a folder; give --out a file name, e.g. {out / 'report.html'}")
     text = render(read_all(paths), title=title)
-    partial = out.with_name(f".{out.name}.partial")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(out)
+        write_text(out, text)
     except OSError as error:
         raise ValueError(f"cannot write {out} ({error.strerror}): choose another --out") from error
     return out

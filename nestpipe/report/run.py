@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nestpipe.bench.sections import Bars, Curves, Section, Table
 from nestpipe.report import advice, charts, shares, timeline
 from nestpipe.report.markup import NOTHING, figure, size
 from nestpipe.report.sources import Run
 from nestpipe.schedule.ops import OPERATIONS
+from nestpipe.sections import Bars, Curves, Section, Table
 from nestpipe.trace import COMPUTE, LaneTime, OpTime, RankSummary
 
 EXPOSED = (

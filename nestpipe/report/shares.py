@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nestpipe.bench.sections import Bars
 from nestpipe.report.sources import Run
 from nestpipe.schedule.ops import COMMUNICATION, LOOKUP, PREFETCH, of_kind
+from nestpipe.sections import Bars
 from nestpipe.trace import COMPUTE, RankSummary, RankTrace
 from nestpipe.trace.times import covered, union
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from nestpipe.bench.sections import Bars, Curves, Section, Table, from_json
 from nestpipe.schedule.ops import FWD
+from nestpipe.sections import Bars, Curves, Section, Table, from_json
 from nestpipe.trace import RankSummary, RankTrace, read, summary
 from nestpipe.trace.ranks import waits, without_pauses
 from nestpipe.trace.record import FOLDER as TRACE

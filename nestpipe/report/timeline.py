@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from nestpipe.schedule.ops import in_order
 from nestpipe.trace import COMPUTE, RankTrace
-from nestpipe.trace.picture import COLOURS, colour_of
+from nestpipe.trace.picture import colour_of
 from nestpipe.trace.times import covered, steady_steps, union
 
 STEPS = 20
@@ -34,7 +35,7 @@ def payload(traces: Sequence[RankTrace]) -> dict[str, Any]:
     bounds = measured.bounds[first : first + num_steps + 1] + shown[0].wall_ns
     begin, end = int(bounds[0]), int(bounds[-1])
     found = {name for trace in shown for name in trace.columns.names}
-    ops = [op for op in COLOURS if op in found] + sorted(found - set(COLOURS))
+    ops = in_order(found)
     return {
         "span": (end - begin) / 1e3,
         "ops": ops,

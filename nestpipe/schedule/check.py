@@ -21,7 +21,6 @@ from nestpipe.schedule.ops import (
     FWD,
     GRAD,
     OPERATIONS,
-    ORDER,
     PREFETCH,
     RETRIEVE,
     SYNC,
@@ -129,8 +128,8 @@ def _missing(tasks: list[Task], num_batches: int, schedule: Schedule) -> Iterato
     times = collections.Counter(task.op for task in tasks)
     for op in sorted(op for op, count in times.items() if count > 1):
         yield f"{op.name}(t) is there twice"
-    for name in sorted({op.name for op in times} - set(ORDER)):
-        yield f"no operation is called {name!r}; there are {', '.join(ORDER)}"
+    for name in sorted({op.name for op in times} - set(OPERATIONS)):
+        yield f"no operation is called {name!r}; there are {', '.join(OPERATIONS)}"
     middle, micro_batches = num_batches // 2, schedule.micro_batches
     for name, operation in OPERATIONS.items():
         parts = {"always": micro_batches, "may": schedule.num_parts(name), "never": 1}[operation.cut]
@@ -303,10 +302,10 @@ def _apart(thing: object, a: Op, b: Op) -> bool:
 
 
 def _serial_place(op: Op) -> tuple[int, int, int]:
-    rank = ORDER.index(op.name)
+    order = list(OPERATIONS)
     if op.name in (FWD, BWD):  # micro-batch by micro-batch
-        return op.batch, ORDER.index(FWD), 2 * op.part + (op.name == BWD)
-    return op.batch, rank, op.part
+        return op.batch, order.index(FWD), 2 * op.part + (op.name == BWD)
+    return op.batch, order.index(op.name), op.part
 
 
 # -- one row, followed through one run ---------------------------------------------------------------------------------

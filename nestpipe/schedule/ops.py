@@ -195,7 +195,12 @@ _TABLE = (
     ),
 )
 OPERATIONS = {operation.name: operation for operation in _TABLE}
-ORDER = tuple(OPERATIONS)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """As the table has them; those that it does not have (of a trace that another version recorded) behind, by name."""
+    wanted = set(names)
+    return [*(name for name in OPERATIONS if name in wanted), *sorted(wanted - OPERATIONS.keys())]
 
 
 def of_kind(kind: str) -> tuple[str, ...]:

@@ -68,6 +68,11 @@ class Setting:
         return self._made.num_parts(EMB) > 1
 
     @property
+    def hides_nothing(self) -> bool:
+        """Whether others are compared with it."""
+        return not (self.hides_lookups or self.cuts)
+
+    @property
     def is_exact(self) -> bool:
         return self._made.stale_by == 0
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe import trace
-from nestpipe.bench.sections import Section, markdown, to_json
 from nestpipe.config import Config, read
 from nestpipe.errors import did_you_mean
-from nestpipe.run import check_writable, write_json
+from nestpipe.files import check_writable, write_json
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import EMB
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Section, markdown, to_json
 from nestpipe.simulate import plan, profile, sweep
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.keys import Growth, zipf
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.workload import Workload, of_config
@@ -28,15 +27,13 @@ SHOWN = 4  # workers on the timeline
 def settings_of(config: Config, schedules: Sequence[str], replicas: int) -> list[Setting]:
     asked = config.setting.micro_batches
     cut = asked if isinstance(asked, int) and asked > 1 else MICRO_BATCHES
-    found = []
+    settings = []
     for name in schedules:
         if name not in SCHEDULES:
             raise ValueError(f"--schedules names {name!r}, {did_you_mean(name, list(SCHEDULES))}")
-        if SCHEDULES[name](micro_batches=2).num_parts(EMB) > 1:
-            found.append(Setting(name, cut, config.setting.window_cache, config.setting.clustering, replicas))
-        else:
-            found.append(Setting(name, replicas=replicas))
-    return found
+        setting = dataclasses.replace(config.setting, schedule=name, replicas=replicas, look_ahead=None)
+        settings.append(setting.cut_into(cut if setting.cuts else 1))
+    return settings
 
 
 def simulate(
@@ -70,7 +67,7 @@ def simulate(
     from nestpipe.simulate.plot import draw  # half a second to import
 
     draw(predictions, folder / "scaling.png", title=note)
-    shown = next((one for one in settings if one.schedule == config.setting.schedule), settings[-1])
+    shown = next((setting for setting in settings if setting.schedule == config.setting.schedule), settings[-1])
     timeline(load, cluster, shown, max(counts), folder, seed=seed)
     return "\n\n".join(
         [
@@ -127,19 +124,19 @@ def describe(load: Workload) -> str:
 def with_laws(load: Workload, laws: Sequence[str]) -> Workload:
     """The same batch, with distinct keys of some tables by a power law instead of as counted in the data."""
     names = [table.name for table in load.tables]
-    found: dict[str, Growth] = {}
+    growths: dict[str, Growth] = {}
     for text in laws:
         name, _, law = text.partition("=")
         skew, _, items = law.partition(",")
         try:
-            found[name] = zipf(float(skew), float(items.replace("_", "")))
+            growths[name] = zipf(float(skew), float(items.replace("_", "")))
         except ValueError as error:
             raise ValueError(
                 f"--zipf {text!r}: write it as TABLE=SKEW,ITEMS, for example --zipf item=1.05,1e10 ({error})"
             ) from None
         if name not in names:
             raise ValueError(f"--zipf names table {name!r}, {did_you_mean(name, names)}")
-    tables = [dataclasses.replace(one, growth=found.get(one.name, one.growth)) for one in load.tables]
+    tables = [dataclasses.replace(table, growth=growths.get(table.name, table.growth)) for table in load.tables]
     return dataclasses.replace(load, tables=tables)
 
 

@@ -8,47 +8,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from nestpipe.schedule import SCHEDULES
+from nestpipe.exchange.layout import Sizes
+from nestpipe.exchange.window import Window
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.ops import Op, Schedule, Task
+from nestpipe.schedule.setting import Setting
 from nestpipe.simulate.events import Cost, Seconds
-from nestpipe.simulate.profile import LOOKUPS, READ, Profile
+from nestpipe.simulate.profile import READ, Profile, units
 from nestpipe.simulate.workload import Workload
-
-BUCKET = (
-    25e6  # bytes of dense gradients that are summed at once; what the last of them takes cannot hide behind backward
-)
-AGREED = 64  # bytes that workers agree on in a step
-AHEAD = 2  # batches that are read before they are asked for, see engine/loader.py
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One way to train.
-
-    replicas: groups of workers that each hold all tables, sharded inside (2D sparse parallelism); what they update is
-        exchanged between them after every step. Simulated only: the engine has one group.
-    """
-
-    schedule: str
-    micro_batches: int = 1
-    window_cache: bool = True
-    clustering: str = "none"
-    replicas: int = 1
-
-    @property
-    def name(self) -> str:
-        name = self.schedule
-        if SCHEDULES[self.schedule]().stale_by:
-            name += " (NOT exact)"
-        if self.micro_batches > 1:
-            name += f", N = {self.micro_batches}"
-            name += "" if self.window_cache else ", no window cache"
-            name += f", clustering {self.clustering}" if self.clustering != "none" else ""
-        return name + (f", {self.replicas} replicas" if self.replicas > 1 else "")
-
-    def make(self) -> Schedule:
-        return SCHEDULES[self.schedule](micro_batches=self.micro_batches)
+from nestpipe.sizes import BUCKET_BYTES, NUM_TOTALS, READ_AHEAD
 
 
 class Costs:
@@ -65,14 +33,10 @@ class Costs:
         self.schedule = setting.make() if READ not in profile.operations else _with_source(setting.make())
         self.group = workers // setting.replicas
         self._seed = seed
-        self.split = workload.split(setting.micro_batches, setting.clustering, setting.window_cache)
-        crowd = 1 + profile.crowding * (workers - 1)
-        busy = min(profile.network.per_node, workers) / profile.cores if profile.cores else 1.0
+        self.split = workload.split(setting.parts, setting.clustering, setting.window_cache)
+        self._crowd = 1 + profile.crowding * (workers - 1)
+        self._busy = max(1.0, min(profile.network.per_node, workers) / profile.cores) if profile.cores else 1.0
         ops = sorted({(task.op.name, task.op.part) for task in self.schedule.tasks})
-        self._factor = {
-            name: (crowd if name in LOOKUPS else 1.0) * (max(1.0, busy) if name in profile.hosted else 1.0)
-            for name, _ in ops
-        }
         # Neighbours on a node are replicas of each other, so that what they exchange uses the fastest links; those that hold
         # different keys are as many workers apart.
         apart = profile.jitter > 0 and setting.replicas > 1
@@ -100,30 +64,32 @@ class Costs:
     # -- one operation -------------------------------------------------------------------------------------------------
 
     def units(self, name: str, part: int = 0) -> float:
-        """How much an operation does, see `profile.UNITS`."""
+        """How much an operation does of its unit; of a micro-batch, where it is done for each."""
         load = self.workload
-        match name:
-            case "READ" | op.PREFETCH:
+        match unit := units()[name]:
+            case "step":
+                return 1.0
+            case "sample":
                 return load.samples
-            case op.H2D:
+            case "byte of inputs":
                 return load.input_bytes
-            case op.ROUTE:
+            case "key":
                 return load.keys
-            case op.RETRIEVE | op.WRITEBACK | op.UPDATE:
+            case "row of the owner":
                 return self.owned_rows()
-            case op.SYNC:
+            case "row of two batches":
                 return max(0.0, 2 * self.owned_rows() - self.owned_rows(batches=2))
-            case op.EMB:
+            case "byte of rows":
                 return self.moved_bytes * self._share(name, self.split.rows, part)
-            case op.GRAD:
+            case "byte of gradients":
                 return self.moved_bytes * self._share(name, self.split.grads, part)
-            case op.FWD:
-                return load.forward_flops * self.split.compute[part]
-            case op.BWD:
-                return load.backward_flops * self.split.compute[part]
-            case op.REDUCE | op.DENSE:
+            case "forward operation":
+                return load.forward_flops * self._share(name, self.split.compute, part)
+            case "backward operation":
+                return load.backward_flops * self._share(name, self.split.compute, part)
+            case "byte of dense gradients":
                 return load.dense_bytes
-        return 1.0
+        raise ValueError(f"operation {name} does so many of {unit!r}, which `Costs.units` cannot count: teach it")
 
     def _share(self, name: str, shares: Sequence[float], part: int) -> float:
         return shares[part] if self.schedule.num_parts(name) > 1 else sum(shares)
@@ -132,46 +98,64 @@ class Costs:
         alone = self._alone(name, self.units(name, part))
         if self.workers == 1:
             return Cost(alone)
-        match name:
-            case op.ROUTE:
-                seconds = self._all_to_all(self.sent_keys * self.workload.key_bytes) + self._sizes
-            case op.EMB | op.GRAD:
-                seconds = self._all_to_all(self.units(name, part))
-            case op.REDUCE:
-                return Cost(alone, self._reduce())
-            case op.AGREE:
-                return Cost(alone, self.profile.network.all_reduce(AGREED, self.workers))
-            case op.UPDATE if self.setting.replicas > 1:
-                num_bytes = self.owned_rows(batches=self.setting.replicas) * self._mean_record
-                return Cost(alone, self.profile.network.all_reduce(num_bytes, self.setting.replicas), self._replicas)
-            case _:
-                return Cost(alone)
-        return Cost(alone, seconds, self._groups)
+        if name == op.UPDATE and self.setting.replicas > 1:  # no operation of its own yet: simulated only
+            num_bytes = self.owned_rows(batches=self.setting.replicas) * self._mean_record
+            return Cost(alone, self.profile.network.all_reduce(num_bytes, self.setting.replicas), self._replicas)
+        match op.OPERATIONS[name].collective if name in op.OPERATIONS else None:
+            case "all_to_all":
+                return Cost(alone, self._all_to_all(name, part), self._groups)
+            case "all_reduce":
+                return Cost(alone, self._all_reduce(name, part))
+        return Cost(alone)
 
-    def _alone(self, name: str, units: float) -> float:
-        return self.profile.work(name)(units) * self._factor[name]
+    def _sent(self, name: str, part: int) -> float:
+        """Bytes that a worker brings to a collective, by what the operation does."""
+        unit, amount = units()[name], self.units(name, part)
+        if unit.startswith("byte of "):
+            return amount
+        match unit:
+            case "step":
+                return np.dtype(np.float64).itemsize * NUM_TOTALS
+            case "key":
+                return self.key_bytes
+            case "row of the owner" | "row of two batches":
+                return amount * self._mean_record
+        raise ValueError(f"operation {name} exchanges so many of {unit!r}, whose bytes `Costs._sent` does not know")
 
-    def _all_to_all(self, num_bytes: float) -> float:
-        return self.profile.network.all_to_all(num_bytes, self.group, spread=self.setting.replicas)
+    def _all_to_all(self, name: str, part: int) -> float:
+        def seconds(num_bytes: float) -> float:
+            return self.profile.network.all_to_all(num_bytes, self.group, spread=self.setting.replicas)
+
+        return seconds(self._sent(name, part)) + (seconds(self._sizes) if units()[name] == "key" else 0.0)
 
     @property
     def _sizes(self) -> float:
-        """What every worker tells every other before keys travel."""
-        return self._all_to_all(8 * (len(self.workload.tables) + 1) * self.schedule.num_parts(op.EMB) * self.group)
+        """Bytes that every worker tells the others before keys travel."""
+        return Sizes.empty(self.group, len(self.workload.tables), self.schedule.num_parts(op.EMB)).table.nbytes
 
-    def _reduce(self) -> float:
-        """What is left of the sum of dense gradients after the last backward, behind which it runs."""
-        network, dense = self.profile.network, self.workload.dense_bytes
+    def _all_reduce(self, name: str, part: int) -> float:
+        network, sent = self.profile.network, self._sent(name, part)
+        whole = network.all_reduce(sent, self.workers)
+        if units()[name] != "byte of dense gradients":
+            return whole
+        # It began in the last backward, behind which it runs; all but its last bucket, which is complete only then.
         hiding = self._alone(op.BWD, self.workload.backward_flops * self.split.compute[-1])
-        last = network.all_reduce(min(dense, BUCKET), self.workers)
-        return max(last, network.all_reduce(dense, self.workers) - hiding)
+        return max(network.all_reduce(min(sent, BUCKET_BYTES), self.workers), whole - hiding)
+
+    def _alone(self, name: str, units: float) -> float:
+        seconds = self.profile.work(name)(units * (self._crowd if name in op.of_kind(op.LOOKUP) else 1.0))
+        return seconds * (self._busy if name in self.profile.hosted else 1.0)
 
     # -- how much ------------------------------------------------------------------------------------------------------
 
     @property
-    def sent_keys(self) -> float:
-        """Distinct keys of a worker's batch."""
-        return sum(table.growth(table.keys) for table in self.workload.tables)
+    def key_bytes(self) -> float:
+        """What a worker's batch sends to owners: its distinct keys, once, with the last micro-batch that uses the row; without
+        the window cache again for every micro-batch."""
+        window = Window([0], self.schedule.num_parts(op.EMB), self.setting.window_cache)
+        told = 0 if window.last_use is None else window.last_use.itemsize
+        once = sum(table.growth(table.keys) * (table.key_bytes + told) for table in self.workload.tables)
+        return once * (1.0 if self.setting.window_cache else sum(self.split.rows))
 
     def owned_rows(self, batches: int = 1) -> float:
         """Distinct rows that an owner is asked for by its group, in so many of its batches."""
@@ -195,7 +179,7 @@ def _with_source(schedule: Schedule) -> Schedule:
         for task in schedule.step(t):
             if task.op.name == op.PREFETCH:
                 batch = task.op.batch
-                yield Task(Op(READ, batch), "source", (Op(op.PREFETCH, batch - AHEAD),))
+                yield Task(Op(READ, batch), "source", (Op(op.PREFETCH, batch - READ_AHEAD),))
                 task = task._replace(after=(*task.after, Op(READ, batch)))
             yield task
 

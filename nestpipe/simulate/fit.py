@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nestpipe.schedule import ops as op
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.schedule.setting import Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import Profile, Work
 from nestpipe.simulate.sweep import Prediction, predict
@@ -30,7 +31,7 @@ SMALL, LARGE = 128, 1536
 LOOKUP = {SMALL: 0.244 * 2.569, LARGE: 2.87099}  # seconds, of TorchRec; at 128 workers a share of its step
 COMMUNICATION = {SMALL: 0.092 * 2.569, LARGE: 1.20785}
 DENSE = 1.89598 - 0.03019 - 0.15423  # NestPipe's step without what is exposed
-SYNC = 0.002  # "under 2 ms"
+SYNC = 0.002  # seconds; "under 2 ms"
 
 SHARES = {op.PREFETCH: 0.146, op.ROUTE: 0.10, op.RETRIEVE: 0.20, op.WRITEBACK: 0.05}  # of a step; ours
 LATENCY = 1e-6  # seconds a message, between nodes; ours, as modern network cards have
@@ -94,7 +95,7 @@ def npu_1536(load: Workload) -> Profile:
     crowding = (1 - ratio) / ((LARGE - 1) * ratio - (SMALL - 1))
     crowd = 1 + crowding * (LARGE - 1)
     operations = {name: Work(0.0, at_large[name] / crowd / units[name][0]) for name in SHARES}
-    operations[op.SYNC] = Work(SYNC)
+    operations[op.SYNC] = Work(SYNC)  # whatever the cluster: of its rows nothing is known
     operations[op.FWD] = operations[op.BWD] = Work(0.0, DENSE / flops)
     return Profile(
         name="npu-1536",
@@ -129,7 +130,7 @@ def gpu_128(load: Workload, npu: Profile) -> Profile:
     rate = 0.3 * 312e12
     dense = flops / rate
     # (1 + (1 + ratio) x) / (1 + x / N) = speed-up, with x the communication as a part of the dense time
-    x = (GPU_SPEEDUP - 1) / (1 + ratio - GPU_SPEEDUP / NESTPIPE.micro_batches)
+    x = (GPU_SPEEDUP - 1) / (1 + ratio - GPU_SPEEDUP / NESTPIPE.parts)
     costs = Costs(load, npu, Setting("serial"), SMALL)
     units = {
         op.PREFETCH: load.samples,
@@ -172,11 +173,11 @@ TFLOP/s, and nothing says how it grows beyond 128 workers: it has no congestion 
 
 def against_published(load: Workload, profile: Profile) -> list[tuple[Published, Prediction, float]]:
     """(published, predicted at 1,536 workers, predicted efficiency against 128)."""
-    found = []
-    for one in PUBLISHED:
-        large, small = (predict(load, profile, one.setting, workers) for workers in (LARGE, SMALL))
-        found.append((one, large, small.step / large.step))
-    return found
+    compared = []
+    for published in PUBLISHED:
+        large, small = (predict(load, profile, published.setting, workers) for workers in (LARGE, SMALL))
+        compared.append((published, large, small.step / large.step))
+    return compared
 
 
 def beyond(

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestpipe.bench.sections import Section, Table, shown
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import EMB, FWD
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.schedule.ops import FWD
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Section, Table, shown
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.sweep import Prediction, predict
 from nestpipe.simulate.workload import Workload
@@ -74,7 +75,7 @@ def memory(
             host += mine * (table.record + INDEX)
     records = sum(t.growth(t.keys * costs.group) / costs.group * t.record for t in workload.tables)
     moving = 4 * costs.moved_bytes  # rows that leave and come, gradients that leave and come
-    batches = IN_FLIGHT if setting.schedule not in ("serial", "fwp") else 1
+    batches = IN_FLIGHT if setting.hides_lookups else 1
     working = 2 * records + batches * moving + DENSE_COPIES * workload.dense_bytes
     working += batches * workload.input_bytes
     if profile.device_memory:
@@ -84,12 +85,17 @@ def memory(
 
 def settings(workers: int, clustering: Sequence[str] = ("window", "taper")) -> list[Setting]:
     """Every exact one, the simplest first."""
-    exact = [name for name in SCHEDULES if not SCHEDULES[name]().stale_by]
-    found = [Setting(name) for name in exact]
-    cut = [name for name in exact if SCHEDULES[name](micro_batches=2).num_parts(EMB) > 1]
-    found += [Setting(name, n, True, how) for n in CUTS for how in clustering for name in cut]
+    uncut = [setting for setting in map(Setting, SCHEDULES) if setting.is_exact]
+    cut = [
+        dataclasses.replace(setting, micro_batches=count, clustering=how)
+        for count in CUTS
+        for how in clustering
+        for setting in uncut
+        if setting.cuts
+    ]
     more = [m for m in REPLICAS if workers % m == 0 and workers // m > 1]
-    return [*found, *(dataclasses.replace(one, replicas=m) for m in more for one in found)]
+    replicated = [dataclasses.replace(setting, replicas=m) for m in more for setting in (*uncut, *cut)]
+    return [*uncut, *cut, *replicated]
 
 
 def plan(
@@ -101,20 +107,21 @@ def plan(
     """All settings, the best first: those that fit before those that do not; of those about as fast, the simplest first."""
     choices = []
     for setting in settings(workers):
-        if setting.micro_batches > workload.samples:
+        if setting.parts > workload.samples:
             continue
         needed = memory(workload, profile, setting, workers, rows)
-        found = predict(workload, profile, setting, workers)
-        choices.append(Choice(setting, found, needed, needed.short_of(profile)))
-    simplicity = {one.setting: place for place, one in enumerate(choices)}
-    left, ranked = sorted(choices, key=lambda one: (len(one.short_of), one.prediction.step)), []
+        predicted = predict(workload, profile, setting, workers)
+        choices.append(Choice(setting, predicted, needed, needed.short_of(profile)))
+    simplicity = {choice.setting: place for place, choice in enumerate(choices)}
+    left, ranked = sorted(choices, key=lambda choice: (len(choice.short_of), choice.prediction.step)), []
     while left:
         alike = [
-            one
-            for one in left
-            if len(one.short_of) == len(left[0].short_of) and one.prediction.step <= AS_GOOD * left[0].prediction.step
+            choice
+            for choice in left
+            if len(choice.short_of) == len(left[0].short_of)
+            and choice.prediction.step <= AS_GOOD * left[0].prediction.step
         ]
-        ranked.append(min(alike, key=lambda one: simplicity[one.setting]))
+        ranked.append(min(alike, key=lambda choice: simplicity[choice.setting]))
         left.remove(ranked[-1])
     return ranked
 
@@ -124,9 +131,9 @@ def plan(
 
 def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mapping[str, float]) -> str:
     """In words: the best that can be run today, its runner-up, and what replicas would bring."""
-    runnable = [one for one in choices if one.setting.replicas == 1]
+    runnable = [choice for choice in choices if choice.setting.replicas == 1]
     best = runnable[0]
-    other = next((one for one in runnable[1:] if one.setting.schedule != best.setting.schedule), None)
+    other = next((choice for choice in runnable[1:] if choice.setting.schedule != best.setting.schedule), None)
     lines = [
         f"On {workers:,} workers of {profile.name}: {_toml(best.setting)}",
         f"  predicted step {best.prediction.step:,.1f} ms, utilization {best.prediction.utilization:.1%}, "
@@ -136,7 +143,7 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
     if other is not None:
         ratio = other.prediction.step / best.prediction.step
         lines.append(f"  runner-up: {other.setting.name}, {other.prediction.step:,.1f} ms ({ratio:.2f} times as long)")
-    replicated = [one for one in choices if one.setting.replicas > 1 and not one.short_of]
+    replicated = [choice for choice in choices if choice.setting.replicas > 1 and not choice.short_of]
     if replicated and replicated[0].prediction.step < best.prediction.step / AS_GOOD:
         first = replicated[0]
         lines.append(
@@ -156,7 +163,7 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
         lines.append(
             f"  DOES NOT FIT: {' and '.join(best.short_of)}; use more workers, or tier = 'disk' for the largest table"
         )
-    if best.setting.micro_batches > 1 and not profile.work(FWD).fixed:
+    if best.setting.parts > 1 and not profile.work(FWD).fixed:
         lines.append(
             f"  {profile.name} knows no fixed time of a forward, so cutting the batch finer looks free here: try fewer "
             f"micro-batches too"
@@ -168,7 +175,7 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
 
 def _toml(setting: Setting) -> str:
     cut = f", micro_batches = {setting.micro_batches}, clustering = {setting.clustering!r}"
-    return f"schedule {setting.schedule!r}" + (cut if setting.micro_batches > 1 else "")
+    return f"schedule {setting.schedule!r}" + (cut if setting.parts > 1 else "")
 
 
 def _size(value: float) -> str:
@@ -181,15 +188,15 @@ def _size(value: float) -> str:
 def sections(choices: Sequence[Choice], note: str, *, most: int = 12) -> list[Section]:
     rows = [
         (
-            one.setting.name,
-            shown("{:,.1f}", one.prediction.step),
-            shown("{:.1%}", one.prediction.utilization),
-            shown(_size(one.memory.device) if one.memory.device else "", one.memory.device),
-            shown(_size(one.memory.host), one.memory.host),
-            shown(_size(one.memory.disk) if one.memory.disk else "", one.memory.disk),
-            f"no: {', '.join(one.short_of)}" if one.short_of else "yes",
+            choice.setting.name,
+            shown("{:,.1f}", choice.prediction.step),
+            shown("{:.1%}", choice.prediction.utilization),
+            shown(_size(choice.memory.device) if choice.memory.device else "", choice.memory.device),
+            shown(_size(choice.memory.host), choice.memory.host),
+            shown(_size(choice.memory.disk) if choice.memory.disk else "", choice.memory.disk),
+            f"no: {', '.join(choice.short_of)}" if choice.short_of else "yes",
         )
-        for one in choices[:most]
+        for choice in choices[:most]
     ]
     columns = ("setting", "step ms", "utilization", "device", "host", "disk", "fits")
     title = f"The best {len(rows)} of {len(choices)} settings; of those within {AS_GOOD - 1:.0%} the simplest first"
@@ -198,6 +205,6 @@ def sections(choices: Sequence[Choice], note: str, *, most: int = 12) -> list[Se
 
 def results(choices: Sequence[Choice]) -> list[dict[str, Any]]:
     return [
-        {**dataclasses.asdict(one), "utilization": one.prediction.utilization, "fits": not one.short_of}
-        for one in choices
+        {**dataclasses.asdict(choice), "utilization": choice.prediction.utilization, "fits": not choice.short_of}
+        for choice in choices
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from nestpipe.files import whole
 from nestpipe.simulate.sweep import Prediction, efficiencies
 
 COLOURS = ("#7f7f7f", "#e07b29", "#3a9a4f", "#2f6fb4", "#8e5ea2", "#c0392b")
@@ -20,10 +21,12 @@ def draw(predictions: Sequence[Prediction], path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=10, x=0.01, ha="left", wrap=True)
     left, right = figure.subplots(1, 2)
     scaling = efficiencies(predictions)
-    counts = sorted({one.workers for one in predictions})
-    for number, name in enumerate(dict.fromkeys(one.setting for one in predictions)):
+    counts = sorted({prediction.workers for prediction in predictions})
+    for number, name in enumerate(dict.fromkeys(prediction.setting for prediction in predictions)):
         mine = sorted(
-            (one.workers, one.step, e) for one, e in zip(predictions, scaling, strict=True) if one.setting == name
+            (prediction.workers, prediction.step, e)
+            for prediction, e in zip(predictions, scaling, strict=True)
+            if prediction.setting == name
         )
         x, steps, efficiency = zip(*mine, strict=True)
         colour = COLOURS[number % len(COLOURS)]
@@ -42,7 +45,5 @@ def draw(predictions: Sequence[Prediction], path: Path, *, title: str) -> None:
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
     left.legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with whole(path) as partial:
+        figure.savefig(partial, format="png")

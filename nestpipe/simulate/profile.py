@@ -9,33 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.errors import did_you_mean
-from nestpipe.schedule import ops as op
+from nestpipe.schedule.ops import OPERATIONS
 from nestpipe.simulate.network import Level, Network
 
 FOLDER = Path(__file__).parent / "profiles"
 
 READ = "READ"  # what the thread does that reads ahead of PREFETCH; not an operation of a schedule
 
-# Of what an operation does how much: the unit of `each`.
-UNITS = {
-    READ: "sample",
-    op.PREFETCH: "sample",
-    op.H2D: "byte of keys, dense inputs and labels",
-    op.ROUTE: "key of the batch",
-    op.RETRIEVE: "row that the owner finds",
-    op.SYNC: "row of the owner that the batch before used too",
-    op.EMB: "byte of rows",
-    op.FWD: "floating-point operation",
-    op.BWD: "floating-point operation",
-    op.REDUCE: "byte of dense parameters",
-    op.AGREE: "step",
-    op.GRAD: "byte of gradients",
-    op.UPDATE: "row that the owner updates",
-    op.DENSE: "byte of dense parameters",
-    op.WRITEBACK: "row that the owner writes",
-}
-# What a growing cluster slows down, see `Profile.crowding`.
-LOOKUPS = (op.PREFETCH, op.ROUTE, op.RETRIEVE, op.WRITEBACK)
+
+def units() -> dict[str, str]:
+    """Of what each operation does how much: the unit of `each`."""
+    return {READ: "sample", **{name: operation.unit for name, operation in OPERATIONS.items()}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +44,8 @@ class Profile:
     operations: by name; what is left out takes no time.
     cores: of a node, shared by its workers' host work; 0: enough for all of them.
     hosted: operations that the host's cores do.
-    crowding: by how much lookups slow down for every further worker in the cluster, as a part of their time on one worker.
-        Of a published cluster, where it was seen; nobody said why.
+    crowding: by how much each unit of a lookup slows down for every further worker in the cluster, as a part of its time on
+        one worker. Of a published cluster, where it was seen; nobody said why.
     jitter: standard deviation of an operation's time, as a part of it; log-normal, new for each worker and batch.
     device_memory, host_memory, disk: bytes of a worker; 0: not known. device_memory 0: rows live on the host.
     """
@@ -80,8 +64,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         for name in (*self.operations, *self.hosted):
-            if name not in UNITS:
-                raise ValueError(f"profile {self.name}: operation {name!r}, {did_you_mean(name, list(UNITS))}")
+            if name not in units():
+                raise ValueError(f"profile {self.name}: operation {name!r}, {did_you_mean(name, list(units()))}")
         for field in ("cores", "crowding", "jitter", "device_memory", "host_memory", "disk"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"profile {self.name}: {field} must be at least 0, got {getattr(self, field)}")
@@ -125,17 +109,23 @@ def parse(name: str, values: Mapping[str, Any]) -> Profile:
     links, operations = (_section(where, values, section) for section in ("links", "operations"))
     _known(f"{where}: links", links, ["per_node", "inside", "between"])
     levels = [
-        _made(f"{where}: links.{one}", Level, _section(f"{where}: links", links, one)) for one in ("inside", "between")
+        _made(f"{where}: links.{level}", Level, _section(f"{where}: links", links, level))
+        for level in ("inside", "between")
     ]
     per_node = links.get("per_node")
     if type(per_node) is not int or per_node < 1:
         raise ValueError(f"{where}: links.per_node must be a whole number of at least 1, got {per_node!r}")
-    works = {one: _made(f"{where}: operations.{one}", Work, _section(where, operations, one)) for one in operations}
+    works = {
+        operation: _made(f"{where}: operations.{operation}", Work, _section(where, operations, operation))
+        for operation in operations
+    }
     plain = {entry: value for entry, value in values.items() if entry in _PLAIN}
     for entry, value in plain.items():
         if entry == "note" and not isinstance(value, str):
             raise ValueError(f"{where}: note must be text, got {value!r:.40}")
-        if entry == "hosted" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        if entry == "hosted" and not (
+            isinstance(value, list) and all(isinstance(operation, str) for operation in value)
+        ):
             raise ValueError(f"{where}: hosted must be a list of operations, got {value!r:.40}")
         if entry not in ("note", "hosted") and type(value) not in (int, float):
             raise ValueError(f"{where}: {entry} must be a number, got {value!r:.40}")
@@ -179,15 +169,15 @@ def to_toml(profile: Profile) -> str:
     lines = [f'note = """\n{note}"""']
     for name in _PLAIN[1:]:
         value = getattr(profile, name)
-        shown = "[" + ", ".join(f'"{one}"' for one in value) + "]" if name == "hosted" else f"{value:.6g}"
+        shown = "[" + ", ".join(f'"{operation}"' for operation in value) + "]" if name == "hosted" else f"{value:.6g}"
         lines.append(f"{name} = {shown}")
     lines += ["", "[links]", f"per_node = {network.per_node}  # workers"]
     for name, level in (("inside", network.inside), ("between", network.between)):
         lines += ["", f"[links.{name}]", f"latency = {level.latency:.6g}  # seconds a message"]
         lines += [f"bandwidth = {level.bandwidth:.6g}  # bytes a second", f"congestion = {level.congestion:.6g}"]
     lines += ["", "[operations]  # seconds: fixed, and for each unit"]
-    for name in UNITS:
+    for name, unit in units().items():
         if name in profile.operations:
             work = profile.operations[name]
-            lines.append(f"{name} = {{ fixed = {work.fixed:.6g}, each = {work.each:.6g} }}  # {UNITS[name]}")
+            lines.append(f"{name} = {{ fixed = {work.fixed:.6g}, each = {work.each:.6g} }}  # {unit}")
     return "\n".join(lines) + "\n"

@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nestpipe.bench.figures import COMMUNICATION, LOOKUP, figures
-from nestpipe.bench.sections import Bars, Curves, Section, Table, shown
-from nestpipe.schedule.ops import BWD, FWD
-from nestpipe.simulate.costs import Costs, Setting
+from nestpipe.schedule.ops import BWD, COMMUNICATION, FWD, LOOKUP, of_kind
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Bars, Curves, Section, Table, shown
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.events import Simulated, simulate
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.workload import Workload
 from nestpipe.trace import summary
+from nestpipe.trace.figures import figures
 
 STEPS = 20
 LOOKED_AT = 4  # workers whose figures are averaged: all are held together by what they do together
@@ -59,11 +60,11 @@ def predict(
 ) -> Prediction:
     simulated, costs = run(workload, profile, setting, workers, steps=steps, seed=seed)
     traces = [simulated.trace(w) for w in range(min(len(costs.counts), LOOKED_AT))]
-    found = [figures(trace) for trace in traces]
-    mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
-    one = summary(traces[:1])[0]
-    busiest = one.busiest.lane
-    most = max((time for time in one.ops if time.lane == busiest), key=lambda time: time.ms).op
+    ranks = [figures(trace) for trace in traces]
+    mean = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
+    first = summary(traces[:1])[0]
+    busiest = first.busiest.lane
+    most = max((time for time in first.ops if time.lane == busiest), key=lambda time: time.ms).op
     sent = costs.moved_bytes * (sum(costs.split.rows) + sum(costs.split.grads)) * (costs.group - 1) / costs.group
     return Prediction(
         setting=setting.name,
@@ -104,25 +105,29 @@ def sweep(
 
 def efficiencies(predictions: Sequence[Prediction]) -> list[float]:
     """Step on the fewest workers of the same setting / step: every worker keeps its batch."""
-    fewest = {one.setting: one for one in sorted(predictions, key=lambda one: -one.workers)}
-    return [fewest[one.setting].step / one.step for one in predictions]
+    fewest = {
+        prediction.setting: prediction for prediction in sorted(predictions, key=lambda prediction: -prediction.workers)
+    }
+    return [fewest[prediction.setting].step / prediction.step for prediction in predictions]
 
 
 def _serial(predictions: Sequence[Prediction]) -> dict[int, float]:
-    """The step under serial, by the number of workers."""
-    return {one.workers: one.step for one in predictions if one.schedule == "serial"}
+    """The step where nothing is hidden, by the number of workers."""
+    return {
+        prediction.workers: prediction.step for prediction in predictions if Setting(prediction.schedule).hides_nothing
+    }
 
 
 def results(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
     serial = _serial(predictions)
     return [
         {
-            **dataclasses.asdict(one),
-            "utilization": one.utilization,
+            **dataclasses.asdict(prediction),
+            "utilization": prediction.utilization,
             "efficiency": efficiency,
-            "speedup": serial[one.workers] / one.step if one.workers in serial else None,
+            "speedup": serial[prediction.workers] / prediction.step if prediction.workers in serial else None,
         }
-        for one, efficiency in zip(predictions, efficiencies(predictions), strict=True)
+        for prediction, efficiency in zip(predictions, efficiencies(predictions), strict=True)
     ]
 
 
@@ -132,30 +137,33 @@ def sections(predictions: Sequence[Prediction], note: str) -> Iterator[Section]:
     scaling = efficiencies(predictions)
     rows = [
         (
-            one.setting,
-            shown("{:,}", one.workers),
-            shown("{:,.1f}", one.step),
-            shown("{:.2f}x", serial[one.workers] / one.step) if one.workers in serial else "",
+            prediction.setting,
+            shown("{:,}", prediction.workers),
+            shown("{:,.1f}", prediction.step),
+            shown("{:.2f}x", serial[prediction.workers] / prediction.step) if prediction.workers in serial else "",
             shown("{:.1%}", efficiency),
-            shown("{:.1%}", one.utilization),
-            shown("{:,.0f}", one.samples_per_second),
-            shown("{:,.1f} of {:,.1f}", one.exposed_lookup, one.lookup),
-            shown("{:,.1f} of {:,.1f}", one.exposed_communication, one.communication),
-            f"{one.limit}: {one.limit_op}",
+            shown("{:.1%}", prediction.utilization),
+            shown("{:,.0f}", prediction.samples_per_second),
+            shown("{:,.1f} of {:,.1f}", prediction.exposed_lookup, prediction.lookup),
+            shown("{:,.1f} of {:,.1f}", prediction.exposed_communication, prediction.communication),
+            f"{prediction.limit}: {prediction.limit_op}",
         )
-        for one, efficiency in zip(predictions, scaling, strict=True)
+        for prediction, efficiency in zip(predictions, scaling, strict=True)
     ]
     columns = ("setting", "workers", "step ms", "speed-up", "efficiency", "utilization", "samples/s of all",
                "exposed lookup ms", "exposed communication ms", "busiest lane")  # fmt: skip
     told = (
         f"{note} Predicted, not measured. Speed-up over serial on as many workers; efficiency is the step on the fewest workers "
         f"/ the step, every worker keeping its batch; utilization is forward and backward / step. Lookup is "
-        f"{', '.join(LOOKUP)}; communication {', '.join(COMMUNICATION)}."
+        f"{', '.join(of_kind(LOOKUP))}; communication {', '.join(of_kind(COMMUNICATION))}."
     )
     yield Table("Simulated steps", columns, rows, told)
-    counts = sorted({one.workers for one in predictions})
-    settings = list(dict.fromkeys(one.setting for one in predictions))
-    by = {(one.setting, one.workers): (one, efficiency) for one, efficiency in zip(predictions, scaling, strict=True)}
+    counts = sorted({prediction.workers for prediction in predictions})
+    settings = list(dict.fromkeys(prediction.setting for prediction in predictions))
+    by = {
+        (prediction.setting, prediction.workers): (prediction, efficiency)
+        for prediction, efficiency in zip(predictions, scaling, strict=True)
+    }
     if len(counts) > 1:
         lines = {name: [by[name, count][1] for count in counts] for name in settings}
         yield Curves(
@@ -165,11 +173,11 @@ def sections(predictions: Sequence[Prediction], note: str) -> Iterator[Section]:
         yield Curves("Throughput (simulated)", "workers", "samples/s of all workers", counts, lines, note)
     largest = [by[name, counts[-1]][0] for name in settings]
     parts = {
-        "compute": [one.compute for one in largest],
-        "exposed lookup": [one.exposed_lookup for one in largest],
-        "exposed communication": [one.exposed_communication for one in largest],
+        "compute": [prediction.compute for prediction in largest],
+        "exposed lookup": [prediction.exposed_lookup for prediction in largest],
+        "exposed communication": [prediction.exposed_communication for prediction in largest],
     }
     sums = [sum(values) for values in zip(*parts.values(), strict=True)]
-    parts["rest"] = [max(0.0, one.step - sum_) for one, sum_ in zip(largest, sums, strict=True)]
-    bounds = {"longest lane": [one.longest_lane for one in largest]}
+    parts["rest"] = [max(0.0, prediction.step - sum_) for prediction, sum_ in zip(largest, sums, strict=True)]
+    bounds = {"longest lane": [prediction.longest_lane for prediction in largest]}
     yield Bars(f"A step on {counts[-1]:,} workers (simulated)", "ms", settings, parts, bounds, note)

@@ -17,6 +17,7 @@ from nestpipe.batch import Batch, Jagged
 from nestpipe.config import Built, Config, build
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.requests import is_wide
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.simulate.keys import Growth, count
 from nestpipe.tables import Feature, Table
@@ -32,7 +33,8 @@ class TableLoad:
 
     keys: of the batch, repeated ones included. growth: how many distinct ones there are among so many.
     bags: pooled vectors that the batch needs of it; 0: its rows are used one by one.
-    record: bytes of a row with its optimizer's state. owners: workers that hold it, if not all of a group.
+    record: bytes of a row with its optimizer's state. key_bytes: of a key on its way to its owner.
+    owners: workers that hold it, if not all of a group.
     memory: budget over all workers of a table on disk, its index included.
     """
 
@@ -41,6 +43,7 @@ class TableLoad:
     keys: float
     growth: Growth
     record: int
+    key_bytes: int = 8
     bags: float = 0.0
     tier: str = "memory"
     pooled_at: str = "source"
@@ -74,7 +77,7 @@ WHOLE = Split((1.0,), (1.0,), (1.0,))
 class Workload:
     """One worker's batch.
 
-    input_bytes: keys, dense inputs and labels. key_bytes: of a key on its way to its owner.
+    input_bytes: keys, dense inputs and labels.
     forward_flops, backward_flops: of the model. dense_bytes: of its parameters.
     batches, plan: what micro-batches are cut from; see `split`.
     """
@@ -86,7 +89,6 @@ class Workload:
     dense_bytes: float
     forward_flops: float
     backward_flops: float
-    key_bytes: int = 8
     batches: Sequence[Batch] = ()
     plan: ExchangePlan | None = None
 
@@ -100,8 +102,8 @@ class Workload:
         if micro_batches == 1:
             return WHOLE
         assert self.plan is not None, "a workload made by hand without batches has no micro-batches"
-        found = [_split(batch, self.plan, micro_batches, clustering, window_cache) for batch in self.batches[:4]]
-        return Split(*(tuple(np.mean([getattr(one, name) for one in found], axis=0).tolist()) for name in _SHARES))
+        splits = [_split(batch, self.plan, micro_batches, clustering, window_cache) for batch in self.batches[:4]]
+        return Split(*(tuple(np.mean([getattr(split, name) for split in splits], axis=0).tolist()) for name in _SHARES))
 
     def __hash__(self) -> int:
         return id(self)
@@ -126,16 +128,14 @@ def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
     first = batches[0]
     forward, backward = flops(built.model, first.slice(0, min(first.size, MODEL_SAMPLES)), built.features, built.tables)
     each = first.size / min(first.size, MODEL_SAMPLES)
-    keys = np.concatenate([one.keys[feature.name].values.numpy() for one in batches for feature in built.features])
     return Workload(
         name=name,
         samples=first.size,
         input_bytes=float(np.mean([_bytes(batch) for batch in batches])),
         tables=[_load(table, built.features, batches) for table in built.tables],
-        dense_bytes=float(sum(one.numel() * one.element_size() for one in built.model.parameters())),
+        dense_bytes=float(sum(parameter.numel() * parameter.element_size() for parameter in built.model.parameters())),
         forward_flops=forward * each,
         backward_flops=backward * each,
-        key_bytes=4 if not len(keys) or (keys.min() >= 0 and keys.max() < 2**31) else 8,
         batches=list(batches),
         plan=plan,
     )
@@ -148,9 +148,11 @@ def _owners(tables: Sequence[Table]) -> list[np.ndarray]:
 def _bytes(batch: Batch) -> int:
     """Keys, dense inputs and labels, with their offsets and weights."""
     entries = [*batch.dense.values(), batch.labels, *batch.keys.values()]
-    parts = [(one.values, one.offsets, one.weights) if isinstance(one, Jagged) else (one,) for one in entries]
-    tensors = [one for part in parts for one in part if isinstance(one, torch.Tensor)]
-    return sum(one.numel() * one.element_size() for one in tensors)
+    parts = [
+        (entry.values, entry.offsets, entry.weights) if isinstance(entry, Jagged) else (entry,) for entry in entries
+    ]
+    tensors = [tensor for part in parts for tensor in part if isinstance(tensor, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -> TableLoad:
@@ -162,9 +164,10 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
     return TableLoad(
         name=table.name,
         dim=table.dim,
-        keys=float(np.mean([len(one) for one in keys])),
+        keys=float(np.mean([len(batch) for batch in keys])),
         growth=count(keys),
         record=table.dim * element + 4 * table.optimizer.state_floats(table.dim),
+        key_bytes=8 if any(map(is_wide, keys)) else 4,
         bags=bags,
         tier=table.tier,
         pooled_at="source" if sequences else table.pooled_at,

@@ -5,10 +5,11 @@ busy, idle and exposed, `ranks` what they waited for each other; `chrome` and `p
 at; `printout` does it all for a run.
 """
 
+from nestpipe.schedule.ops import COMPUTE
 from nestpipe.trace.chrome import to_chrome
 from nestpipe.trace.picture import draw
 from nestpipe.trace.printout import describe, report
-from nestpipe.trace.record import COMPUTE, Event, RankTrace, clear, read, save, wall_offset_ns
+from nestpipe.trace.record import Event, RankTrace, clear, read, save, wall_offset_ns
 from nestpipe.trace.times import LaneTime, OpTime, RankSummary, summary
 
 __all__ = [

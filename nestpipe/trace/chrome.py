@@ -7,27 +7,10 @@ from typing import Any
 
 from nestpipe.trace.record import RankTrace
 
-# Chrome's reserved colour names; Perfetto chooses a colour by the name of the slice, numbers left out, on its own.
-COLOURS = {
-    "PREFETCH": "olive",
-    "H2D": "yellow",
-    "ROUTE": "rail_animation",
-    "RETRIEVE": "rail_load",
-    "WRITEBACK": "cq_build_attempt_failed",
-    "SYNC": "rail_response",
-    "EMB": "thread_state_runnable",
-    "FWD": "thread_state_running",
-    "BWD": "rail_idle",
-    "AGREE": "generic_work",
-    "GRAD": "good",
-    "UPDATE": "terrible",
-    "REDUCE": "olive",
-    "DENSE": "bad",
-}
-
 
 def to_chrome(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """One process per rank, one thread per lane, one slice per operation; microseconds since the first operation.
+    """One process per rank, one thread per lane, one slice per operation; microseconds since the first operation. Perfetto
+    chooses a colour by the name of the slice, numbers left out, on its own.
 
     Ranks are laid side by side by their wall clocks: between machines that is as exact as those clocks are.
     """
@@ -43,19 +26,17 @@ def to_chrome(traces: Sequence[RankTrace]) -> dict[str, Any]:
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=index))
         shift = trace.wall_ns - origin  # in whole nanoseconds: a float of the time of day would lose them
         for event in trace.events:
+            args = {"batch": event.batch} | ({} if event.part is None else {"part": event.part})
             slice_ = {
                 "ph": "X",
                 "name": event.label,
                 "cat": event.op,
                 "pid": pid,
                 "tid": _thread(pid, event.lane),
-                "ts": (shift + event.start_ns) / 1e3,
-                "dur": (event.end_ns - event.start_ns) / 1e3,
-                "args": {"batch": event.batch} if event.part is None else {"batch": event.batch, "part": event.part},
+                "args": args,
             }
-            if event.op in COLOURS:
-                slice_["cname"] = COLOURS[event.op]
-            events.append(slice_)
+            begin, duration = shift + event.start_ns, event.end_ns - event.start_ns
+            events.append(slice_ | {"ts": begin / 1e3, "dur": duration / 1e3})
     about = [{"schedule": trace.schedule, "rank": trace.rank, "dropped": trace.dropped} for trace in traces]
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"nestpipe": about}}
 

@@ -10,29 +10,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nestpipe.trace.record import COMPUTE, Event, RankTrace
+from nestpipe.files import whole
+from nestpipe.schedule.ops import COMPUTE, OPERATIONS, in_order
+from nestpipe.trace.record import Event, RankTrace
 from nestpipe.trace.times import RankSummary, Steps, steady_steps, summary, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {
-    "PREFETCH": "#8c8c3f",
-    "H2D": "#c9a227",
-    "ROUTE": "#8e5ea2",
-    "RETRIEVE": "#e07b29",
-    "WRITEBACK": "#8c564b",
-    "SYNC": "#1fa187",
-    "EMB": "#4fb8d6",
-    "FWD": "#2f6fb4",
-    "BWD": "#1d3f78",
-    "AGREE": "#7f7f7f",
-    "GRAD": "#3a9a4f",
-    "UPDATE": "#c0392b",
-    "REDUCE": "#b7c36b",
-    "DENSE": "#d98880",
-}
-OTHERS = ("#d16ba5", "#6b8e23", "#5c6bc0", "#a1887f", "#00897b", "#b39ddb")  # of an operation that is not listed
+OTHERS = ("#d16ba5", "#6b8e23", "#5c6bc0", "#a1887f", "#00897b", "#b39ddb")  # of operations that are not in the table
 STARVED = "#f7d4d0"
 WIDTH, FONT = 1600, 8.5  # pixels; points
 LEFT, RIGHT, TOP, BOTTOM, BETWEEN = 105, 20, 76, 88, 14  # pixels around and between the panels of the ranks
@@ -76,9 +62,8 @@ def draw(traces: Sequence[RankTrace], path: Path, *, steps: int = 3) -> None:
     _name_steps(axes[0], shown[0], measured, first, last, begin)
     _legend(axes[-1], drawn, height)
     figure.text(LEFT / WIDTH, 1 - 14 / height, title(traces), fontsize=12, weight="bold", va="top")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with whole(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def title(traces: Sequence[RankTrace]) -> str:
@@ -104,7 +89,7 @@ def exposed_share(ranks: Sequence[RankSummary]) -> str:
 
 
 def colour_of(op: str) -> str:
-    return COLOURS.get(op) or OTHERS[zlib.crc32(op.encode()) % len(OTHERS)]
+    return OPERATIONS[op].colour if op in OPERATIONS else OTHERS[zlib.crc32(op.encode()) % len(OTHERS)]
 
 
 def _typical(measured: Steps, steps: int) -> int:
@@ -185,8 +170,7 @@ def _name_steps(panel: Axes, trace: RankTrace, measured: Steps, first: int, last
 def _legend(panel: Axes, ops: set[str], height: int) -> None:
     from matplotlib.patches import Patch
 
-    known = [op for op in COLOURS if op in ops]
-    patches = [Patch(color=colour_of(op), label=op) for op in [*known, *sorted(ops - set(known))]]
+    patches = [Patch(color=colour_of(op), label=op) for op in in_order(ops)]
     patches.append(Patch(color=STARVED, label="compute runs nothing"))
     assert panel.figure is not None
     panel.figure.legend(handles=patches, loc="lower center", bbox_to_anchor=(0.5, 6 / height), ncols=min(len(patches), 14),

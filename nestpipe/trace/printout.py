@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from nestpipe.schedule.ops import COMPUTE
 from nestpipe.trace.chrome import to_chrome
 from nestpipe.trace.picture import draw
 from nestpipe.trace.ranks import waits
-from nestpipe.trace.record import COMPUTE, RankTrace, read, write_compact
+from nestpipe.trace.record import RankTrace, read, write_compact
 from nestpipe.trace.times import RankSummary, summary
 
 
@@ -41,7 +42,7 @@ def lane_table(ranks: Sequence[RankSummary]) -> str:
     """Per lane, mean over ranks; beside it the rank that is worst: most exposed, for compute the most idle."""
     lines: list[tuple[str, ...]] = [("lane", "busy", "idle", "exposed", "worst rank")]
     for lane in _names(ranks):
-        having = [rank for rank in ranks if any(one.lane == lane for one in rank.lanes)]
+        having = [rank for rank in ranks if any(time.lane == lane for time in rank.lanes)]
         cells = [_cell(having, [getattr(rank.lane(lane), name) for rank in having])
                  for name in ("busy_ms", "idle_ms", "exposed_ms")]  # fmt: skip
         name = "idle" if lane == COMPUTE else "exposed"
@@ -53,10 +54,10 @@ def lane_table(ranks: Sequence[RankSummary]) -> str:
 def op_table(ranks: Sequence[RankSummary]) -> str:
     """Per operation: how often in a step, and milliseconds per step; mean over ranks, and the rank that is worst."""
     lines: list[tuple[str, ...]] = [("op", "lane", "per step", "ms", "exposed", "worst rank")]
-    for op, lane in dict.fromkeys((one.op, one.lane) for rank in ranks for one in rank.ops):
-        found = [(rank, one) for rank in ranks for one in rank.ops if (one.op, one.lane) == (op, lane)]
-        often, took, exposed = np.mean([(one.count / r.steps, one.ms, one.exposed_ms) for r, one in found], axis=0)
-        rank, worst = max(found, key=lambda pair: pair[1].exposed_ms)
+    for op, lane in dict.fromkeys((time.op, time.lane) for rank in ranks for time in rank.ops):
+        times = [(rank, time) for rank in ranks for time in rank.ops if (time.op, time.lane) == (op, lane)]
+        often, took, exposed = np.mean([(time.count / r.steps, time.ms, time.exposed_ms) for r, time in times], axis=0)
+        rank, worst = max(times, key=lambda pair: pair[1].exposed_ms)
         lines.append((op, lane, f"{often:.1f}", f"{took:.2f}", f"{exposed:.2f}",
                       f"{rank.rank}: exposed {worst.exposed_ms:.2f} ms"))  # fmt: skip
     return _aligned(lines if len(ranks) > 1 else [line[:-1] for line in lines])
@@ -69,7 +70,7 @@ def verdict(ranks: Sequence[RankSummary]) -> str:
     others = [lane for lane in _names(ranks) if lane != COMPUTE]
     if others:
         exposed = {
-            lane: float(np.mean([one.exposed_ms for rank in ranks for one in rank.lanes if one.lane == lane]))
+            lane: float(np.mean([time.exposed_ms for rank in ranks for time in rank.lanes if time.lane == lane]))
             for lane in others
         }
         told = ", ".join(f"{lane} {ms:.1f} ms" for lane, ms in sorted(exposed.items(), key=lambda item: -item[1]))

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nestpipe.files import write_text
+from nestpipe.schedule.ops import COMPUTE
+
 FORMAT = 1
 FOLDER = "trace"
-COMPUTE = "compute"  # the lane that must never starve; every trace has it
 
 
 class Event(NamedTuple):
@@ -129,10 +131,7 @@ def read(run_folder: Path) -> list[RankTrace]:
 
 def write_compact(path: Path, value: Any) -> None:
     """JSON without spaces (a trace has many small lists), complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
-    partial.replace(path)
+    write_text(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def _rank_files(run_folder: Path) -> list[Path]:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nestpipe.trace.record import COMPUTE, Columns, RankTrace
+from nestpipe.schedule.ops import COMPUTE, DENSE
+from nestpipe.trace.record import Columns, RankTrace
 
 SKIP = 5  # steps left out at each end; the look-ahead of the deepest pipeline is below it
-DENSE = "DENSE"
 
 
 @dataclasses.dataclass(frozen=True)

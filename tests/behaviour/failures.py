@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nestpipe import Batch, Table, Trainer
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import ORDER, Op, Task
+from nestpipe.schedule.ops import OPERATIONS, Op, Task
 from tests.behaviour import test_schedules
 from tests.behaviour.test_schedules import Case, batches, close, make
 from tests.cluster import Cluster
@@ -47,7 +47,7 @@ class Failure:
 
 def all_failures(*, world: int) -> Iterator[Failure]:
     for schedule, tier, plain, op, after in itertools.product(
-        EXACT, ("memory", "disk"), (True, False), ORDER, (False, True)
+        EXACT, ("memory", "disk"), (True, False), OPERATIONS, (False, True)
     ):
         for part in range(SCHEDULES[schedule](micro_batches=2).num_parts(op)):
             for interrupt in (False, True) if world == 1 else (False,):

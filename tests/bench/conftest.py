@@ -13,8 +13,8 @@ import pytest
 
 from nestpipe.bench import emulated
 from nestpipe.bench.links import Links
-from nestpipe.bench.sections import Bars, Curves, Section, Shown, Table, from_json, markdown, to_json
-from nestpipe.run import write_json
+from nestpipe.files import write_json
+from nestpipe.sections import Bars, Curves, Section, Shown, Table, from_json, markdown, to_json
 from tests.cluster import Cluster, in_a_group
 
 

@@ -27,7 +27,7 @@ def test_bytes_are_counted_for_every_way_to_cut_a_batch(here: Here, sane: Sane) 
     here(ablation)
     size = Bytes(workers=(2,), laws=(Law(1.05, per_user=4),), cuts=(4,), samples=32, length=10, steps=1)
     results = ablation.run_bytes(size)
-    assert len(results) == len(size.ways) == 7
+    assert len(results) == len(size.settings) == 7
     ratio = {(one["micro_batches"], one["window_cache"], one["clustering"]): one["ratio"] for one in results}
     assert ratio[1, True, "none"] == 1
     for clustering in ("none", "shared", "window"):
@@ -67,14 +67,17 @@ def test_links_are_told_as_what_they_were(here: Here, sane: Sane) -> None:
     results = ablation.run_links(size)
     assert [run["compute"].split(",")[0] for run in results["runs"]] == [emulated.LABEL, "CPU"]
     for run in results["runs"]:
-        assert list(run["ms"]) == [way.name for way in size.ways] and run["ms"]["serial"]["exposed of own"] == 1
+        assert (
+            list(run["ms"]) == [setting.name for setting in size.settings]
+            and run["ms"]["serial"]["exposed of own"] == 1
+        )
     text = sane(list(ablation.links_sections(results)))
     assert "loopback, unlimited (a test)" in text and "| CPU, " in text and emulated.LABEL in text
 
 
 def test_every_limited_run_has_its_serial_reference() -> None:
     for size in (Limited(), ablation.QUICK_LIMITED, Mix(), ablation.QUICK_MIX):
-        names = [way.name for way in size.ways]
+        names = [setting.name for setting in size.settings]
         assert names[0] == "serial" and len(set(names)) == len(names)
 
 

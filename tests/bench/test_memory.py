@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from nestpipe.bench.contestants import POOL, Law, Way, in_memory, load_everything, pool_of
+from nestpipe.bench.contestants import POOL, Law, in_memory, load_everything, pool_of
 from nestpipe.bench.emulated import EmulatedModel
 from nestpipe.bench.memory import Growth, resident
 from nestpipe.process import keep_large_blocks
+from nestpipe.schedule.setting import Setting
 from tests.cluster import Cluster
 
 MB = 1e6
@@ -44,10 +45,10 @@ def test_memory_that_was_free_before_counts_for_who_uses_it(cluster: Cluster) ->
 def contestants() -> list[float]:
     load_everything()
     pool = pool_of(Law(0), 64, 20)
-    small, large = Way("dbp"), Way("serial")
+    small, large = Setting("dbp"), Setting("serial")
     made = [
-        in_memory(way, EmulatedModel(dim=dim), pool, dim=dim, warm_up=POOL)
-        for way, dim in ((small, 8), (large, 256), (small, 8), (large, 256))
+        in_memory(setting, EmulatedModel(dim=dim), pool, dim=dim, warm_up=POOL)
+        for setting, dim in ((small, 8), (large, 256), (small, 8), (large, 256))
     ]
     return [one.memory for one in made]
 

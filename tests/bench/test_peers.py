@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 from nestpipe.batch import Batch
 from nestpipe.bench.alternate import Timing, alternate
-from nestpipe.bench.contestants import Way
 from nestpipe.bench.peers.compare import NestpipeSide, adam, verdict
 from nestpipe.bench.peers.dense_only import DenseOnly
-from nestpipe.bench.peers.lineup import LINKS, PAIRS, QUICK_PAIRS, WAYS
+from nestpipe.bench.peers.lineup import LINKS, PAIRS, QUICK_PAIRS, SETTINGS
 from nestpipe.bench.peers.stepping import Stepper
 from nestpipe.bench.peers.suite import sections
 from nestpipe.bench.peers.workloads import BAGS, SEQUENCES, SHORT_BAGS, WORKLOADS, Workload
-from nestpipe.bench.sections import Bars, Table, from_json, markdown, to_json
 from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Bars, Table, from_json, markdown, to_json
 from tests.cluster import Cluster
 
 STEPS = 7
@@ -34,23 +34,23 @@ def small(load: Workload) -> Workload:
     return dataclasses.replace(load, num_tables=2 if load.pooling else 1, num_rows=500, num_samples=16)
 
 
-def side(way: Way, *, steps: int | None = None) -> tuple[NestpipeSide, list[Batch]]:
+def side(setting: Setting, *, steps: int | None = None) -> tuple[NestpipeSide, list[Batch]]:
     load = small(BAGS)
     batches = load.batches(rank=dist.get_rank() if dist.is_initialized() else 0, count=3)
-    return NestpipeSide(way, load, load.model(), batches, steps=steps), batches
+    return NestpipeSide(setting, load, load.model(), batches, steps=steps), batches
 
 
 def train_in_turns() -> dict[str, Any]:
     """Two contestants side by side; the same weights as from one call of fit each?"""
-    ways = [Way("nested", 2, clustering="window"), Way("serial", 2, clustering="window")]
-    sides = [side(way, steps=STEPS)[0] for way in ways]
+    settings = [Setting("nested", 2, clustering="window"), Setting("serial", 2, clustering="window")]
+    sides = [side(setting, steps=STEPS)[0] for setting in settings]
     for steps in (1, 3, STEPS - 4):
         for one in sides:
             one.stepper.run(steps)
             dist.barrier()  # in the group of all workers, which dense gradients use as well
     found: dict[str, Any] = {"steps": [one.trainer.steps for one in sides]}
     found["in turns"] = [one.trainer.digest() for one in sides]
-    plain, batches = side(ways[0])
+    plain, batches = side(settings[0])
     plain.trainer.around = None
     plain.trainer.fit(itertools.cycle(batches), steps=STEPS)
     found["fit"] = plain.trainer.digest()
@@ -75,7 +75,7 @@ def test_steps_taken_in_turns_train_as_fit_does_to_the_bit(cluster: Cluster) -> 
 @pytest.mark.parametrize("schedule", ["serial", "dbp", "nested"])
 def test_a_contestant_stands_still_between_its_steps(schedule: str) -> None:
     before = threading.active_count()
-    one, _ = side(Way(schedule, 2))
+    one, _ = side(Setting(schedule, 2, clustering="none"))
     stepper, tasks = one.stepper, len(one.trainer.schedule.tasks)
     stepper.run(2)
     for steps in (1, 3, 1):
@@ -98,7 +98,7 @@ def test_what_goes_wrong_in_fit_is_raised_by_step() -> None:
         yield from load.batches(rank=0, count=3)
         raise RuntimeError("the disk is gone")
 
-    one, _ = side(Way("nested", 2))
+    one, _ = side(Setting("nested", 2, clustering="none"))
     stepper = Stepper(one.trainer, breaks())
     with pytest.raises(Exception, match="the disk is gone"):
         stepper.run(4)
@@ -108,7 +108,7 @@ def test_what_goes_wrong_in_fit_is_raised_by_step() -> None:
 
 
 def test_a_source_that_ends_is_said() -> None:
-    one, batches = side(Way("nested"))
+    one, batches = side(Setting("nested"))
     stepper = Stepper(one.trainer, batches)
     with pytest.raises(ValueError, match="closed after 3 steps"):
         stepper.run(4)
@@ -149,11 +149,11 @@ def test_workloads_are_the_same_at_every_call_and_differ_between_workers(keys: s
 
 
 def test_everybody_in_the_lineup_can_be_made() -> None:
-    assert set(WAYS) == set(LINKS)
-    for ways in WAYS.values():
-        assert ways[0] == Way("serial") and len(ways) > 1
-        for way in ways:
-            assert SCHEDULES[way.schedule](micro_batches=way.micro_batches)
+    assert set(SETTINGS) == set(LINKS)
+    for settings in SETTINGS.values():
+        assert settings[0] == Setting("serial") and len(settings) > 1
+        for setting in settings:
+            assert SCHEDULES[setting.schedule](micro_batches=setting.micro_batches)
     assert {load for load, _ in [*PAIRS, *QUICK_PAIRS]} <= set(WORKLOADS)
 
 

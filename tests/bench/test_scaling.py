@@ -10,7 +10,7 @@ import pytest
 from nestpipe.bench import scaling
 from nestpipe.bench.mix import Mix
 from nestpipe.bench.scaling import Cpu, Emulated
-from nestpipe.bench.sections import Curves
+from nestpipe.sections import Curves
 
 MIX = Mix(workers=2, samples=16, length=5, step=0.06, rounds=1, steps=4, short=4)
 EMULATED = Emulated(counts=(1, 2), mix=MIX, micro_batches=2)
@@ -48,4 +48,4 @@ def test_every_schedule_is_measured_on_every_count(
 def test_all_sizes_go_from_one_worker_to_that_of_the_mix() -> None:
     for size in (Emulated(), scaling.QUICK_EMULATED):
         assert size.counts[0] == 1 and max(size.counts) == size.mix.workers
-        assert scaling.ways(size.micro_batches)[0].name == "serial"
+        assert scaling.settings(size.micro_batches)[0].name == "serial"

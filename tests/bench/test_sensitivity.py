@@ -9,8 +9,8 @@ import pytest
 
 from nestpipe.bench import sensitivity
 from nestpipe.bench.contestants import Law
-from nestpipe.bench.sections import Bars, Curves
 from nestpipe.bench.sensitivity import FULL, QUICK, Point, Size
+from nestpipe.sections import Bars, Curves
 
 SMALL = Size(
     base=Point(micro_batches=2, tokens=120, length=10, dim=16),

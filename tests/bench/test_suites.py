@@ -12,7 +12,7 @@ import pytest
 
 from nestpipe import cli
 from nestpipe.bench import suites
-from nestpipe.bench.sections import Curves, Table, from_json, markdown
+from nestpipe.sections import Curves, Table, from_json, markdown
 
 
 def suite(name: str, ran: list[str], *, fails: bool = False) -> ModuleType:

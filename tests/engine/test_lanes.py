@@ -16,7 +16,7 @@ from nestpipe.engine.lanes import LOOK_UP, Lanes
 from nestpipe.errors import TrainingError
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.check import _graph, _Order
-from nestpipe.schedule.ops import ORDER, Op, Schedule, Task
+from nestpipe.schedule.ops import OPERATIONS, Op, Schedule, Task
 from tests.waiting import PATIENCE
 
 
@@ -61,7 +61,7 @@ def test_nothing_starts_before_what_it_waits_for_has_ended(name: str, seed: int,
 @pytest.mark.parametrize("name", ["dbp", "fwp", "nested", "stale"])
 @settings(max_examples=25, deadline=None)
 @given(
-    failing=st.sampled_from(ORDER),
+    failing=st.sampled_from(list(OPERATIONS)),
     batch=st.integers(0, 7),
     seeds=st.tuples(st.integers(0, 2**31), st.integers(0, 2**31)),
 )

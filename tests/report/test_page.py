@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.sections import Bars, Curves, Table, to_json
 from nestpipe.cli import main
 from nestpipe.report import charts, markup, render, write
 from nestpipe.report.axes import Axis
 from nestpipe.report.shares import PARTS, shares
 from nestpipe.report.sources import read_all
 from nestpipe.report.timeline import MAX_EVENTS, NIGHT, PAPER, STEPS, contrast, payload
+from nestpipe.sections import Bars, Curves, Table, to_json
 from nestpipe.trace import Event, RankTrace, save
 from tests.report.browser import CHROMIUM, Browser
 

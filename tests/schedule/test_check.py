@@ -18,7 +18,7 @@ from nestpipe.schedule.ops import (
     FWD,
     GRAD,
     H2D,
-    ORDER,
+    OPERATIONS,
     PREFETCH,
     RETRIEVE,
     ROUTE,
@@ -216,7 +216,7 @@ def test_an_operation_there_twice_is_named() -> None:
     assert "UPDATE(t) is there twice" in check(changed(twice)).problems
 
 
-@pytest.mark.parametrize("name", ORDER)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_a_schedule_that_lacks_an_operation_is_refused(name: str) -> None:
     def drop(t: int, tasks: list[Task]) -> list[Task]:
         return [task for task in tasks if task.op.name != name]

@@ -10,8 +10,8 @@ import pytest
 
 from nestpipe.cli import main
 from nestpipe.config import read as read_config
+from nestpipe.schedule.setting import Setting
 from nestpipe.simulate.commands import settings_of
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.profile import read, to_toml
 from nestpipe.simulate.sweep import predict
 from nestpipe.simulate.workload import of_config
@@ -192,7 +192,7 @@ def test_schedules_that_cut_take_the_cuts_of_the_config_or_eight() -> None:
         config = sequences(
             f"schedule.micro_batches={asked}", "schedule.window_cache=false", "schedule.clustering=shared"
         )
-        assert settings_of(config, ["nested"], 2) == [Setting("nested", 8, False, "shared", 2)]
+        assert settings_of(config, ["nested"], 2) == [Setting("nested", 8, False, "shared", replicas=2)]
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from nestpipe.schedule import ops as op
-from nestpipe.schedule.ops import ORDER, Op
-from nestpipe.simulate.costs import AGREED, BUCKET, Costs, Setting
+from nestpipe.schedule.ops import OPERATIONS, Op
+from nestpipe.schedule.setting import Setting
+from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
-from nestpipe.simulate.profile import LOOKUPS, READ
+from nestpipe.simulate.profile import READ
 from nestpipe.simulate.sweep import predict, run
 from nestpipe.simulate.workload import Workload
+from nestpipe.sizes import BUCKET_BYTES
 from tests.simulate.tiny import load, profile, workload
 
 SERIAL = Setting("serial")
 LINKS = Network(4, Level(latency=1e-6, bandwidth=1e9), Level(latency=1e-5, bandwidth=1e8))
-ONE_EACH = {name: (1.0, 0.0) for name in ORDER}
+ONE_EACH = {name: (1.0, 0.0) for name in OPERATIONS}
 
 
 def alone(costs: Costs, name: str) -> float:
@@ -31,11 +33,11 @@ def alone(costs: Costs, name: str) -> float:
 def test_every_operation_does_as_much_as_by_hand() -> None:
     # 4 workers draw 160 keys, 80 of them distinct; each owns 20. In two batches it is 40: none is shared.
     costs = Costs(workload(), profile({}), SERIAL, 4)
-    assert {name: costs.units(name) for name in ORDER} == {
+    assert {name: costs.units(name) for name in OPERATIONS} == {
         "PREFETCH": 10, "H2D": 1000, "ROUTE": 40, "RETRIEVE": 20, "SYNC": 0, "EMB": 20 * 8 * 4, "FWD": 1e6, "BWD": 2e6,
         "REDUCE": 400, "AGREE": 1, "GRAD": 20 * 8 * 4, "UPDATE": 20, "DENSE": 400, "WRITEBACK": 20,
     }  # fmt: skip
-    assert costs.units(READ) == 10 and costs.sent_keys == 20
+    assert costs.units(READ) == 10 and costs.key_bytes == 20 * 8
 
 
 def test_sync_does_the_rows_of_two_batches_in_a_row() -> None:
@@ -55,23 +57,23 @@ def test_what_workers_do_together_takes_what_the_network_says() -> None:
     costs = Costs(workload(), profile({}, network=LINKS), SERIAL, 8)
     rows = LINKS.all_to_all(20 * 8 * 4, 8)
     assert costs(Op("EMB", 0)).together == costs(Op("GRAD", 0)).together == rows > 0
-    sizes = LINKS.all_to_all(8 * 2 * 8, 8)
+    sizes = LINKS.all_to_all(8 * (1 + 4) * 8, 8)  # the state of the sender, and four figures of the one table
     assert costs(Op("ROUTE", 0)).together == pytest.approx(LINKS.all_to_all(20 * 8, 8) + sizes)
-    assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(AGREED, 8)
-    for name in set(ORDER) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
+    assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(8 * 8, 8)
+    for name in set(OPERATIONS) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
         assert costs(Op(name, 0)).together is None
 
 
 def test_on_one_worker_nobody_meets() -> None:
     costs = Costs(workload(), profile(ONE_EACH, network=LINKS), SERIAL, 1)
-    assert all(costs(Op(name, 0)).together is None for name in ORDER)
+    assert all(costs(Op(name, 0)).together is None for name in OPERATIONS)
     assert costs.counts.tolist() == [1]
 
 
 def test_the_sum_of_dense_gradients_hides_behind_the_backward_but_for_its_last_bucket() -> None:
-    big = workload(dense_bytes=4 * BUCKET)
-    whole, last = LINKS.all_reduce(4 * BUCKET, 8), LINKS.all_reduce(BUCKET, 8)
-    for backward, left in ((0.0, whole), (0.1, whole - 0.1), (100.0, last)):
+    big = workload(dense_bytes=4 * BUCKET_BYTES)
+    whole, last = LINKS.all_reduce(4 * BUCKET_BYTES, 8), LINKS.all_reduce(BUCKET_BYTES, 8)
+    for backward, left in ((0.0, whole), (0.02, whole - 0.02), (100.0, last)):
         costs = Costs(big, profile({"BWD": (backward, 0.0)}, network=LINKS), SERIAL, 8)
         assert costs(Op("REDUCE", 0)).together == pytest.approx(left)
 
@@ -85,7 +87,7 @@ def test_micro_batches_have_their_shares(histories: Workload) -> None:
         assert costs.units("GRAD", part) == pytest.approx(costs.moved_bytes * split.grads[part])
         assert costs.units("FWD", part) == pytest.approx(histories.forward_flops * split.compute[part])
     # dbp cuts the compute only: rows travel at once.
-    cut = Costs(histories, profile({}), Setting("dbp", 4), 4)
+    cut = Costs(histories, profile({}), Setting("dbp", 4, clustering="none"), 4)
     assert cut.units("EMB") == pytest.approx(cut.moved_bytes)
 
 
@@ -96,8 +98,8 @@ def test_micro_batches_have_their_shares(histories: Workload) -> None:
 def test_work_of_the_host_stretches_with_the_workers_on_its_cores(workers: int, stretched: float) -> None:
     hosted = profile(ONE_EACH, cores=2, hosted=("PREFETCH", "UPDATE"))  # nodes of four
     costs = Costs(workload(), hosted, SERIAL, workers)
-    took = {name: alone(costs, name) for name in ORDER}
-    assert took == {name: stretched if name in ("PREFETCH", "UPDATE") else 1.0 for name in ORDER}
+    took = {name: alone(costs, name) for name in OPERATIONS}
+    assert took == {name: stretched if name in ("PREFETCH", "UPDATE") else 1.0 for name in OPERATIONS}
 
 
 def test_cores_enough_for_all_stretch_nothing() -> None:
@@ -106,9 +108,14 @@ def test_cores_enough_for_all_stretch_nothing() -> None:
 
 
 def test_a_crowded_cluster_slows_lookups_down_and_nothing_else() -> None:
-    costs = Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 101)
-    assert {name: alone(costs, name) for name in ORDER} == {name: 2.0 if name in LOOKUPS else 1.0 for name in ORDER}
-    assert alone(Costs(workload(), profile(ONE_EACH, crowding=0.01), SERIAL, 1), "RETRIEVE") == 1
+    each = {name: (0.5, 1.0) for name in OPERATIONS}
+    costs = Costs(workload(), profile(each, crowding=0.01), SERIAL, 101)
+    slowed = {name: 2.0 if operation.kind == op.LOOKUP else 1.0 for name, operation in OPERATIONS.items()}
+    assert {name: alone(costs, name) for name in OPERATIONS} == {
+        name: pytest.approx(0.5 + slowed[name] * costs.units(name)) for name in OPERATIONS
+    }
+    lonely = Costs(workload(), profile(each, crowding=0.01), SERIAL, 1)
+    assert alone(lonely, "RETRIEVE") == 0.5 + lonely.units("RETRIEVE")
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(6, 4), (2, 4), (0, 1), (4, 0)])
@@ -172,7 +179,7 @@ def test_jitter_is_new_for_each_operation_and_the_same_for_a_seed() -> None:
 def test_jitter_makes_a_nested_step_longer(histories: Workload) -> None:
     """Workers wait for the slowest of them at every meeting."""
     operations = {"FWD": (1.0, 0.0), "BWD": (2.0, 0.0), "RETRIEVE": (3.0, 0.0), "SYNC": (0.1, 0.0)}
-    setting = Setting("nested", 2)
+    setting = Setting("nested", 2, clustering="none")
     even = predict(histories, profile(operations, network=LINKS), setting, 16)
     shaken = predict(histories, profile(operations, network=LINKS, jitter=0.2), setting, 16)
     assert 1.05 * even.step < shaken.step < 2 * even.step
@@ -180,7 +187,9 @@ def test_jitter_makes_a_nested_step_longer(histories: Workload) -> None:
 
 
 def test_8192_workers_with_jitter_can_be_run(histories: Workload) -> None:
-    simulated, _ = run(histories, profile(ONE_EACH, jitter=0.1, network=LINKS), Setting("nested", 4), 8192, steps=20)
+    simulated, _ = run(
+        histories, profile(ONE_EACH, jitter=0.1, network=LINKS), Setting("nested", 4, clustering="none"), 8192, steps=20
+    )
     assert simulated.times[Op("DENSE", 19)].shape == (2, 8192) and simulated.world == 8192
 
 
@@ -213,7 +222,7 @@ def test_reading_is_no_further_ahead_than_two_batches() -> None:
 
 def test_reading_lets_all_else_run_as_without_it(histories: Workload) -> None:
     operations = {"PREFETCH": (0.2, 0.0), "RETRIEVE": (1.0, 0.0), "FWD": (1.0, 0.0), "BWD": (2.0, 0.0)}
-    setting = Setting("nested", 2)
+    setting = Setting("nested", 2, clustering="none")
     without, _ = run(histories, profile(operations), setting, 2, steps=6)
     with_, _ = run(histories, profile({**operations, READ: (0.0, 0.0)}), setting, 2, steps=6)
     assert {one for one in with_.times if one.name != READ} == set(without.times)
@@ -226,8 +235,9 @@ def test_reading_lets_all_else_run_as_without_it(histories: Workload) -> None:
 
 def test_a_setting_is_called_what_it_does() -> None:
     assert SERIAL.name == "serial" and Setting("stale").name == "stale (NOT exact)"
-    assert Setting("nested", 8).name == "nested, N = 8"
+    assert Setting("nested", 8, clustering="none").name == "nested, N = 8"
     assert (
-        Setting("nested", 8, False, "shared", 4).name == "nested, N = 8, no window cache, clustering shared, 4 replicas"
+        Setting("nested", 8, False, "shared", replicas=4).name
+        == "nested, N = 8, no window cache, clustering shared, 4 replicas"
     )
-    assert Setting("nested", 8).make().num_parts(op.EMB) == 8
+    assert Setting("nested", 8, clustering="none").make().num_parts(op.EMB) == 8

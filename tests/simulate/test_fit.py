@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from nestpipe.schedule.setting import Setting
 from nestpipe.simulate import fit
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.profile import Profile, read
 from nestpipe.simulate.sweep import Prediction, predict
 from nestpipe.simulate.workload import Workload

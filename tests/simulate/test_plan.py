@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.sections import Table
-from nestpipe.run import write_json
+from nestpipe.files import write_json
 from nestpipe.schedule import SCHEDULES
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Table
 from nestpipe.simulate import plan
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.plan import Choice, Memory, memory
 from nestpipe.simulate.profile import Profile

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nestpipe.schedule.ops import ORDER
+from nestpipe.schedule.ops import OPERATIONS
 from nestpipe.simulate import profile as profiles
 from nestpipe.simulate.network import Level, Network
-from nestpipe.simulate.profile import READ, UNITS, Profile, Work, parse, read, to_toml
+from nestpipe.simulate.profile import READ, Profile, Work, parse, read, to_toml, units
 
 FULL = Profile(
     name="full",
@@ -22,7 +22,7 @@ FULL = Profile(
     network=Network(
         8, Level(latency=1.23456e-6, bandwidth=3e11), Level(latency=9.87654e-6, bandwidth=1.25e10, congestion=0.00123456)
     ),
-    operations={name: Work(number / 8, float(f"{number}.25e-12")) for number, name in enumerate(UNITS)},
+    operations={name: Work(number / 8, float(f"{number}.25e-12")) for number, name in enumerate(units())},
     cores=96,
     hosted=("PREFETCH", "RETRIEVE"),
     crowding=0.00410856,
@@ -86,8 +86,8 @@ def test_a_note_of_any_text_is_read_back(note: str) -> None:
 
 
 def test_every_operation_has_a_unit_that_the_file_shows() -> None:
-    assert set(UNITS) == {*ORDER, READ}
-    for name, unit in UNITS.items():
+    assert set(units()) == {*OPERATIONS, READ}
+    for name, unit in units().items():
         assert any(line.startswith(f"{name} = ") and line.endswith(f"# {unit}") for line in to_toml(FULL).splitlines())
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nestpipe.bench.sections import Bars, Curves, Table, from_json, markdown, to_json
+from nestpipe.schedule.setting import Setting
+from nestpipe.sections import Bars, Curves, Table, from_json, markdown, to_json
 from nestpipe.simulate import sweep
-from nestpipe.simulate.costs import Setting
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.workload import Workload
 from tests.simulate.tiny import profile, workload
@@ -38,7 +38,7 @@ def test_bytes_sent_are_rows_and_gradients_for_others(histories: Workload) -> No
     one = sweep.predict(workload(), profile(STEP), Setting("serial"), 4)
     assert one.sent == pytest.approx(2 * 20 * 8 * 4 * 3 / 4)
     assert sweep.predict(workload(), profile(STEP), Setting("serial"), 1).sent == 0
-    settings = Setting("nested", 4), Setting("nested", 4, window_cache=False)
+    settings = Setting("nested", 4, clustering="none"), Setting("nested", 4, False, "none")
     once, again = (sweep.predict(histories, profile(STEP), setting, 4).sent for setting in settings)
     assert again == pytest.approx(once * sum(histories.split(4, "none", False).rows)) and again > 1.01 * once
 

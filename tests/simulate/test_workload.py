@@ -53,7 +53,7 @@ def test_sequences_are_counted_as_by_hand(histories: Workload) -> None:
     total = joined(keys)
     assert item.growth(len(total)) == pytest.approx(len(set(total)), rel=1e-6)
     assert histories.dense_bytes == sum(4 * one.numel() for one in build(config).model.parameters())
-    assert histories.key_bytes == 4
+    assert [table.key_bytes for table in histories.tables] == [4]
 
 
 def test_bags_are_counted_as_by_hand() -> None:
@@ -75,8 +75,8 @@ def test_features_of_one_table_share_its_keys_and_each_has_its_bags() -> None:
 
 
 def test_keys_all_over_int64_take_eight_bytes() -> None:
-    assert of_config(clicks("data.spread_keys=true"), batches=1).key_bytes == 8
-    assert of_config(clicks(), batches=1).key_bytes == 4
+    assert of_config(clicks("data.spread_keys=true"), batches=1).tables[0].key_bytes == 8
+    assert of_config(clicks(), batches=1).tables[0].key_bytes == 4
 
 
 def test_what_a_config_says_of_a_table_is_kept() -> None:

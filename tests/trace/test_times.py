@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from nestpipe.schedule.ops import OPERATIONS
 from nestpipe.trace import COMPUTE, Event, RankTrace, clear, draw, read, report, save, summary, to_chrome
 from nestpipe.trace.times import covered, steady_steps, union
 
@@ -304,14 +305,13 @@ def test_chrome_has_a_process_per_rank_a_thread_per_lane_and_a_slice_per_operati
 
 @pytest.mark.parametrize("schedule", ["serial", "dbp"])
 def test_the_picture_shows_every_operation_in_its_colour_and_paler_for_every_other_batch(tmp_path, schedule):
-    from nestpipe.trace.picture import COLOURS
-
     traces = [make_trace(schedule=schedule, rank=rank, world=5) for rank in range(5)]
     draw(traces, tmp_path / "trace.png", steps=2)
     pixels = (imread(tmp_path / "trace.png")[:, :, :3] * 255).round().astype(int)
     assert pixels.shape[1] == 1600 and pixels.shape[0] <= 900
     above_the_legend = set(map(tuple, pixels[:-40].reshape(-1, 3).tolist()))
-    for op, colour in COLOURS.items():
+    for op, operation in OPERATIONS.items():
+        colour = operation.colour
         strong = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
         pale = [round(255 * (value / 255 + (1 - value / 255) * 0.42)) for value in strong]
         assert tuple(strong) in above_the_legend and tuple(pale) in above_the_legend, op

@@ -20,15 +20,26 @@ from torch import nn
 
 from nestpipe.batch import Batch
 from nestpipe.bench.alternate import Contestant, Timing, alternate
-from nestpipe.bench.contestants import Way
 from nestpipe.bench.links import Links, links, throughput
 from nestpipe.bench.peers.dense_only import DenseOnly
-from nestpipe.bench.peers.lineup import FULL, LINKS, LOOPBACK, PAIRS, PIPELINES, QUICK, QUICK_PAIRS, SPREAD, WAYS, Size
+from nestpipe.bench.peers.lineup import (
+    FULL,
+    LINKS,
+    LOOPBACK,
+    PAIRS,
+    PIPELINES,
+    QUICK,
+    QUICK_PAIRS,
+    SETTINGS,
+    SPREAD,
+    Size,
+)
 from nestpipe.bench.peers.stepping import Stepper
 from nestpipe.bench.peers.workloads import WORKLOADS, Workload
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.process import end_with
+from nestpipe.schedule.setting import Setting
 from nestpipe.trainer import Trainer
 
 WORKERS = 2
@@ -47,17 +58,14 @@ class NestpipeSide:
     """One contestant: `run(n)` trains on the next n of the given batches, around and around."""
 
     def __init__(
-        self, way: Way, load: Workload, model: nn.Module, batches: Sequence[Batch], *, steps: int | None = None
+        self, setting: Setting, load: Workload, model: nn.Module, batches: Sequence[Batch], *, steps: int | None = None
     ) -> None:
         self.trainer = Trainer(
             model,
             load.tables(),
             load.features(),
             dense_optimizer=adam,
-            schedule=way.schedule,
-            micro_batches=way.micro_batches,
-            window_cache=way.window_cache,
-            clustering=way.clustering,
+            **setting.options(),
         )
         self.stepper = Stepper(self.trainer, itertools.cycle(batches), steps=steps)
 
@@ -96,7 +104,7 @@ def torchrec(load: Workload, model: nn.Module, batches: Sequence[Batch], pipelin
     )
 
 
-def agreement(load: Workload, keys: str, ways: Sequence[Way]) -> float:
+def agreement(load: Workload, keys: str, settings: Sequence[Setting]) -> float:
     """How far apart the rows are after all trained from the same start: a small copy of the workload, made smooth.
 
     Smooth, because at the kink of a ReLU the last bit of a sum decides whether a sample has a gradient at all.
@@ -107,8 +115,8 @@ def agreement(load: Workload, keys: str, ways: Sequence[Way]) -> float:
     everything = {table: torch.arange(num_rows) for table, num_rows in small.rows_per_table().items()}
     trained: dict[str, torch.Tensor] = {}
     worst = 0.0
-    for way in ways:
-        ours = NestpipeSide(way, small, _smooth(small.model()), batches, steps=CHECKED_STEPS)
+    for setting in settings:
+        ours = NestpipeSide(setting, small, _smooth(small.model()), batches, steps=CHECKED_STEPS)
         if not trained:
             for table, numbers in everything.items():
                 side.set_rows(table, numbers, ours.trainer.rows(table, numbers))
@@ -124,8 +132,8 @@ def agreement(load: Workload, keys: str, ways: Sequence[Way]) -> float:
 
 def measure(load: Workload, keys: str, size: Size, made: Links, names: Sequence[str]) -> list[dict[str, Any]]:
     """Runs on every worker: one result for each of the named links, at whose rate `made` is set one after the other."""
-    ways = list(dict.fromkeys(way for name in names for way in WAYS[name]))
-    difference = agreement(load, keys, ways)
+    settings = list(dict.fromkeys(setting for name in names for setting in SETTINGS[name]))
+    difference = agreement(load, keys, settings)
     if difference > TOLERANCE:
         raise ValueError(
             f"{load.name}, {keys} keys: after {CHECKED_STEPS} steps rows differ by {difference:.2e} (relative), over "
@@ -133,7 +141,7 @@ def measure(load: Workload, keys: str, size: Size, made: Links, names: Sequence[
         )
     # Rows are drawn by each side itself, from the same law: their values make no difference to the time.
     batches = load.batches(rank=dist.get_rank(), count=size.num_batches, keys=keys)
-    ours = {f"nestpipe {way.name}": NestpipeSide(way, load, load.model(), batches) for way in ways}
+    ours = {f"nestpipe {setting.name}": NestpipeSide(setting, load, load.model(), batches) for setting in settings}
     theirs = {
         f"torchrec {pipeline}, {sharding.replace('_', '-')}": torchrec(load, load.model(), batches, pipeline, sharding)
         for pipeline, sharding in peers(load)
@@ -147,7 +155,7 @@ def measure(load: Workload, keys: str, size: Size, made: Links, names: Sequence[
     for name in names:
         _set_rate(made, name)
         tell(f"{load.name}, {keys} keys, {name}")
-        here = [f"nestpipe {way.name}" for way in WAYS[name]]
+        here = [f"nestpipe {setting.name}" for setting in SETTINGS[name]]
         timings = alternate(
             {one: contestant for one, contestant in contestants.items() if one in here or one not in ours},
             rounds=size.rounds,

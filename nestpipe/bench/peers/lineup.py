@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from nestpipe.bench.contestants import Way
+from nestpipe.schedule.setting import Setting
 
 LOOPBACK = "loopback"
 LINKS = (LOOPBACK, "1gbit", "300mbit")
 # Of nestpipe, by link; of the pipelined ones the fastest counts, as of TorchRec's. To try others, add them here.
-WAYS: dict[str, tuple[Way, ...]] = {
-    LOOPBACK: (Way("serial"), Way("dbp"), Way("nested")),
-    "1gbit": (Way("serial"), Way("nested", 2, clustering="taper"), Way("nested", 4, clustering="taper")),
-    "300mbit": (Way("serial"), Way("nested", 4, clustering="taper"), Way("nested", 8, clustering="taper")),
+SETTINGS: dict[str, tuple[Setting, ...]] = {
+    LOOPBACK: (Setting("serial"), Setting("dbp"), Setting("nested")),
+    "1gbit": (Setting("serial"), Setting("nested", 2, clustering="taper"), Setting("nested", 4, clustering="taper")),
+    "300mbit": (Setting("serial"), Setting("nested", 4, clustering="taper"), Setting("nested", 8, clustering="taper")),
 }
 # Tables of bags are held whole by one worker each, as TorchRec's are, but for these: keys repeat so much that it is fewer bytes
 # to send each row once from wherever it is. (A run says which it is, when it has counted its first batch.)

@@ -19,8 +19,8 @@ import torch
 
 from nestpipe.batch import Batch
 from nestpipe.engine.context import StepResult
-from nestpipe.engine.loader import AHEAD
 from nestpipe.schedule.ops import Task
+from nestpipe.sizes import READ_AHEAD
 from nestpipe.trainer import Trainer
 
 PATIENCE = 300.0  # seconds for a block of steps; a peer that is lost makes `fit` raise long before
@@ -148,7 +148,7 @@ class Stepper:
         return step < self._asked or self._asked == self._steps  # what is behind the last step, too
 
     def _may_read(self) -> bool:
-        return self._taken < self._asked + self._look_ahead + AHEAD
+        return self._taken < self._asked + self._look_ahead + READ_AHEAD
 
 
 class _ClosedError(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nestpipe.bench.sections import Bars, Section, Table, shown
+from nestpipe.sections import Bars, Section, Table, shown
 
 HERE = Path(__file__).parent
 ENVIRONMENT = Path(os.environ.get("NESTPIPE_PEERS", ".venv-peers"))  # the peers are never installed beside nestpipe

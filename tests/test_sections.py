@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nestpipe.bench.sections import Table, from_json, markdown, shown, shown_list, to_json
-from nestpipe.run import write_json
+from nestpipe.files import write_json
+from nestpipe.sections import Table, from_json, markdown, shown, shown_list, to_json
 
 
 def test_a_table_keeps_the_numbers_that_its_cells_show(tmp_path: Path) -> None:

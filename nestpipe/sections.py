@@ -113,7 +113,7 @@ def from_json(values: Sequence[Mapping[str, Any]]) -> list[Section]:
 
 def markdown(sections: Sequence[Section]) -> str:
     """Tables only: charts show again what a table says."""
-    return "\n\n".join("\n".join(_lines(one)) for one in sections if isinstance(one, Table))
+    return "\n\n".join("\n".join(_lines(section)) for section in sections if isinstance(section, Table))
 
 
 def _lines(table: Table) -> Iterator[str]:
