@@ -118,10 +118,15 @@ def test_a_crowded_cluster_slows_lookups_down_and_nothing_else() -> None:
     assert alone(lonely, "RETRIEVE") == 0.5 + lonely.units("RETRIEVE")
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(6, 4), (2, 4), (0, 1), (4, 0)])
+@pytest.mark.parametrize(("workers", "replicas"), [(6, 4), (2, 4), (0, 1)])
 def test_replicas_must_divide_workers(workers: int, replicas: int) -> None:
     with pytest.raises(ValueError, match=f"{workers} workers cannot form {replicas} equal groups"):
         Costs(workload(), profile({}), Setting("serial", replicas=replicas), workers)
+
+
+def test_there_is_at_least_one_replica() -> None:
+    with pytest.raises(ValueError, match="replicas must be at least 1, got 0"):
+        Setting("serial", replicas=0)
 
 
 def test_replicas_exchange_rows_in_smaller_groups_and_what_they_update_between_them() -> None:
