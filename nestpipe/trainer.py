@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,56 +13,42 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe import checkpoint as saved
 from nestpipe import process, trace
 from nestpipe.batch import Batch
 from nestpipe.engine.context import StepResult
-from nestpipe.engine.dense import Dense
 from nestpipe.engine.digest import digest
 from nestpipe.engine.engine import Around
-from nestpipe.engine.evaluation import Evaluation
-from nestpipe.engine.heartbeat import Heartbeat
-from nestpipe.engine.mixing import refuse_mixing
-from nestpipe.engine.placing import place_as_saved
-from nestpipe.engine.step import StepOperations, Store
-from nestpipe.engine.training import FitResult, Training
+from nestpipe.engine.step import Store
+from nestpipe.engine.training import FitResult
+from nestpipe.engine.worker import CLOSED, Options, Worker
 from nestpipe.errors import did_you_mean
-from nestpipe.exchange.plan import ExchangePlan, place
-from nestpipe.exchange.transport import Transport
+from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.workers import Workers
 from nestpipe.schedule.ops import Schedule
 from nestpipe.schedule.setting import Setting
-from nestpipe.store.disk import DiskStore
-from nestpipe.store.memory import MemoryStore, StoreStats
-from nestpipe.tables import Feature, Table, declarations
+from nestpipe.store.memory import StoreStats
+from nestpipe.tables import Feature, Table
 from nestpipe.trace.record import RankTrace
 
 log = logging.getLogger("nestpipe")
 T = TypeVar("T")
 P = ParamSpec("P")
-CLOSED = "it is closed"
 
 
 def _between_steps(what: str, *, meets: bool = True) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A method for which no batch may be in flight, and which all workers call; `what` it does, for errors.
-    meets: whether workers see first that all of them make this call (a step sees it by itself)."""
+    """A method for which no batch may be in flight, and which all workers call; `what` it does, for errors. meets: see Worker."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
         def checked_method(*args: P.args, **kwargs: P.kwargs) -> T:
             trainer = args[0]
             assert isinstance(trainer, Trainer)
-            trainer._must_be_quiet(what)
-            trainer._calls.append((what, time.monotonic()))
-            try:
-                if meets:
-                    trainer._ops.meet(what)
+            trainer._worker.must_be_quiet(what)
+            with trainer._worker.calling(what, meets=meets):
                 return method(*args, **kwargs)
-            finally:
-                trainer._calls.pop()
 
         return checked_method
 
@@ -138,81 +122,36 @@ class Trainer:
         ExchangePlan(tables, features)
         process.join_group(data_timeout)
         self.model = model
-        self.group = dist.group.WORLD if dist.is_initialized() else None
         self.config: dict[str, Any] | None = None  # what it was made from: goes into checkpoints, as JSON
         self._run_id: str | None = uuid.uuid4().hex  # goes into checkpoints; one that goes on keeps it
-        self._lr_factor = 1.0
-        self._seed, self._storage = seed, Path(storage)
         self._saving: list[saved.Background] = []
-        self._calls: list[tuple[str, float]] = []  # of this trainer that are running, the innermost last; since when
-        # What is opened here is given up by `close`, when the trainer is dropped, or when this fails.
-        self._opened = contextlib.ExitStack()
-        self._close = weakref.finalize(self, self._opened.close)
+        # What the worker opens is given up by `close`, when the trainer is dropped, or when this fails.
+        opened = contextlib.ExitStack()
+        self._close = weakref.finalize(self, opened.close)
         try:
-            # Keys, rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
-            self._keys, self._rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
-            self._opened.callback(self._keys.close)
-            self._opened.callback(self._rows.close)
-            self.rank, self.world = self._rows.rank, self._rows.world
-            refuse_mixing(model, rank=self.rank, world=self.world, micro_batches=micro_batches)
-            self._dense = self._rows.together(lambda: Dense(model, dense_optimizer), what="model and dense_optimizer")
-            options = {"seed": seed, "on_nonfinite": on_nonfinite, "record": record, "check_freshness": check_freshness}
-            told = {**declarations(tables, features), **setting.options(), **options, **self._dense.declared()}
-            self._rows.compare(told)
-            if self.group is not None and self.world > 1:
-                self._dense.connect(self.group)
-            plan = ExchangePlan(tables, features, place(tables, features, self.world))
-            self._ops = StepOperations(
-                plan,
-                self._open_stores(plan),
-                self._keys,
-                self._rows,
-                self._dense,
-                skip_nonfinite=on_nonfinite == "skip",
-                check_freshness=check_freshness,
-                try_mixing=micro_batches != 1,
+            self._worker = Worker(
+                model,
+                tables,
+                features,
+                dense_optimizer=dense_optimizer,
+                options=Options(setting, seed, on_nonfinite, record, check_freshness),
+                data_timeout=data_timeout,
+                storage=Path(storage),
+                opened=opened,
             )
-            # With one worker nothing travels, so that it makes no difference who is beside whom.
-            setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none")
-            skips = on_nonfinite == "skip"
-            self._training = Training(
-                self._ops, setting, record=record, skip_nonfinite=skips, data_timeout=data_timeout
-            )
-            self._evaluation = Evaluation(self._ops, data_timeout=data_timeout)
-            ops = self._ops  # and not this trainer, which could then not be dropped
-            self.workers = Workers(self._rows, lambda: ops.stop_asked)
-            if self.world > 1:
-                timeout = process.patience(data_timeout).total_seconds()
-                heart = Heartbeat(self._rows, (self._keys, self._rows, self._dense), self._doing, timeout=timeout)
-                self._opened.callback(heart.close)
         except BaseException:
             self._close()
             raise
-
-    def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
-        return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
-
-    def _open_stores(self, plan: ExchangePlan) -> list[Store]:
-        def open_all() -> list[Store]:
-            stores: list[Store] = []
-            for table, owners in zip(plan.tables, plan.owners, strict=True):
-                if table.tier == "memory":
-                    stores.append(MemoryStore(table, seed=self._seed, owners=owners))
-                else:
-                    store = DiskStore(table, seed=self._seed, owners=owners, rank=self.rank, folder=self._storage)
-                    self._opened.callback(store.close)
-                    stores.append(store)
-            return stores
-
-        return self._rows.together(open_all, what="tables")
+        self.rank, self.world = self._worker.rank, self._worker.world
+        ops = self._worker.ops  # and not this trainer, which could then not be dropped
+        self.workers = Workers(self._worker.rows, lambda: ops.stop_asked)
 
     def close(self) -> None:
         """Deletes the working files of tables on disk, ends threads and connections, after a moment for a checkpoint that
         is under way; the trainer cannot be used after that. A trainer that is dropped, or a program that ends, does the same."""
         for background in self._saving:
             background.close()
-        self._training.torn, self.group = CLOSED, None
-        self._dense.close()
+        self._worker.close()
         self._close()
 
     def __enter__(self) -> Trainer:
@@ -221,50 +160,22 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _must_be_quiet(self, what: str) -> None:
-        torn, engine = self._training.torn, self._training.engine
-        if torn == CLOSED:
-            raise ValueError(f"cannot {what}: the trainer is closed; make a new one")
-        if torn is not None:
-            raise ValueError(
-                f"cannot {what}: training ended in the middle of step {self.steps + 1}, and the tables are in between two steps "
-                f"({torn}); load a checkpoint into a new trainer"
-            )
-        if engine.in_flight:
-            raise ValueError(
-                f"cannot {what} while batches are in flight under schedule {engine.schedule.name!r}; do it between "
-                f"calls of fit, or in on_step at the steps of fit(pause_every=N)"
-            )
-
-    def _doing(self) -> tuple[str, float] | None:
-        """For others that wait for this worker: what it does, and since when; None if it waits as well, or is not asked to do
-        anything."""
-        places = (self._keys, self._rows, self._dense)
-        waits = any(place.waiting_since is not None for place in places)
-        work = self._training.engine.longest_work()
-        if work is not None and not (waits and work[0].startswith("on_step")):
-            return work
-        if waits or not self._calls:
-            return None
-        call, since = self._calls[-1]
-        return call, max(since, *(place.waited_until for place in places))
-
     # -- training ----------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
         """Batches that have been trained on so far."""
-        return self._training.steps
+        return self._worker.training.steps
 
     @property
     def skipped(self) -> int:
         """Batches left out so far because something in them was not finite: inputs of this worker, losses of all."""
-        return self._training.skipped
+        return self._worker.training.skipped
 
     @property
     def schedule(self) -> Schedule:
         """What runs when, as plain values."""
-        return self._training.engine.schedule
+        return self._worker.training.engine.schedule
 
     @property
     def micro_batches(self) -> int:
@@ -275,7 +186,7 @@ class Trainer:
     def position(self) -> int:
         """How many batches this worker has taken from its data, those left out because of NaN or infinity included: where a run
         that goes on from a checkpoint has to go on reading."""
-        return self._training.position
+        return self._worker.training.position
 
     @_between_steps("train")
     def fit(
@@ -299,10 +210,13 @@ class Trainer:
         pauses = [pause_every] if isinstance(pause_every, int) else list(pause_every or ())
         if pauses and min(pauses) < 1:
             raise ValueError(f"pause_every must be at least 1, got {pause_every}")
-        rates = {"row learning rates, of what was declared": self._lr_factor, **self._dense.learning_rates()}
+        rates = {
+            "row learning rates, of what was declared": self._worker.lr_factor,
+            **self._worker.dense.learning_rates(),
+        }
         asked = {"fit(steps)": steps, "fit(pause_every)": pauses, "steps done before": self.steps}
-        self._rows.compare({**asked, **rates})
-        return self._training.fit(batches, steps=steps, on_step=on_step, pauses=pauses)
+        self._worker.rows.compare({**asked, **rates})
+        return self._worker.training.fit(batches, steps=steps, on_step=on_step, pauses=pauses)
 
     @_between_steps("train", meets=False)
     def step(self, batch: Batch | None) -> StepResult | None:
@@ -310,33 +224,28 @@ class Trainer:
 
         Nothing can be looked up ahead here: `fit` is what hides data movement.
         """
-        return self._training.step(batch)
+        return self._worker.training.step(batch)
 
     def stop(self) -> None:
         """Asks `fit` to return: all workers do so after the same step, within a few. For signal handlers and other threads."""
-        self._ops.stop_asked = True
+        self._worker.ops.stop_asked = True
 
     @property
     def stop_asked(self) -> bool:
         """Whether this worker has been asked to stop, and `fit` has not heard it yet."""
-        return self._ops.stop_asked
+        return self._worker.ops.stop_asked
 
     @property
     def stopped(self) -> bool:
         """Whether `fit` has returned because a worker was asked to stop."""
-        return self._training.stopped
+        return self._worker.training.stopped
 
     def scale_lr(self, factor: float) -> None:
         """Sets all learning rates, of rows and of the dense optimizer, to `factor` times what was declared."""
         if not 0 <= factor < float("inf"):
             raise ValueError(f"scale_lr: the factor must be a number of at least 0, got {factor}")
-        self._scale_row_lr(factor)
-        self._dense.scale_lr(factor)
-
-    def _scale_row_lr(self, factor: float) -> None:
-        for store in self.stores:
-            store.lr = store.table.optimizer.lr * factor
-        self._lr_factor = factor
+        self._worker.scale_row_lr(factor)
+        self._worker.dense.scale_lr(factor)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -348,7 +257,7 @@ class Trainer:
         `update(predictions, labels)`, `compute(group=...)` and `reset()`. They are reset first: what they were fed before
         does not count. One without `reset()` is taken once.
         """
-        return self._evaluation.losses(batches, metrics, self.group)
+        return self._worker.evaluation.losses(batches, metrics, self._worker.group)
 
     @_between_steps("evaluate")
     def evaluate_ranking(
@@ -372,7 +281,7 @@ class Trainer:
             too, and counts as not found (as in the public code of HSTU); "skip": its sample does not count.
         """
         self._check_table(table)
-        return self._evaluation.ranking(
+        return self._worker.evaluation.ranking(
             batches,
             table=table,
             candidates=candidates,
@@ -380,7 +289,7 @@ class Trainer:
             history=history,
             exclude_seen=exclude_seen,
             seen_targets=seen_targets,
-            group=self.group,
+            group=self._worker.group,
         )
 
     @_between_steps("read rows")
@@ -391,14 +300,14 @@ class Trainer:
         keys: int64, in a tensor, a NumPy array or a list.
         """
         self._check_table(table)
-        return self._evaluation.rows(table, keys)
+        return self._worker.evaluation.rows(table, keys)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def stores(self) -> list[Store]:
         """This worker's part of every table, in their order: for tools; changes with the program's insides."""
-        return self._ops.stores
+        return self._worker.stores
 
     def _check_table(self, name: str) -> None:
         names = [store.table.name for store in self.stores]
@@ -410,7 +319,7 @@ class Trainer:
         """Writes tables, model, optimizers, random states and the place in the data to a new folder, which appears only when it
         is complete."""
         self._wait_for_checkpoints()  # one of them may be the same
-        saved.save(Path(path), self._content(), self._rows)
+        saved.save(Path(path), self._content(), self._worker.rows)
 
     def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
         """For checkpoints that are written while training goes on; see `checkpoint`. The folder is for those of one run: a new
@@ -425,7 +334,7 @@ class Trainer:
                 store.track_changes()
         made = saved.Background(
             Path(folder),
-            self._rows,
+            self._worker.rows,
             run=self._run_id,
             step=self.steps,
             keep=keep,
@@ -446,85 +355,19 @@ class Trainer:
             background.wait()
 
     def _content(self, base: saved.Base | None = None) -> saved.Content:
-        plan = self._ops.plan
-        names = [store.table.name for store in self.stores]
-        measured = self.micro_batches if self._training.setting.is_auto and self._training.tuning is None else None
-        settings = saved.Settings(
-            lr_factor=self._lr_factor,
-            pooled_at_owner=dict(zip(names, plan.at_owner, strict=True)),
-            owners={name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
-            micro_batches=measured,
-            config=self.config,
-            run=self._run_id,
-        )
-        return saved.Content(self.stores, self._dense, self.steps, self.position, settings, base)
+        return saved.content_of(self._worker, config=self.config, run=self._run_id, base=base)
 
     def load(self, path: str | Path, *, tables: Sequence[str] | None = None) -> None:
-        """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet.
+        """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet: all of it or nothing.
 
         tables: only these of the checkpoint, into the tables of the same names; the others start anew.
         """
-        training = self._training
-        if training.torn == CLOSED:
-            self._must_be_quiet("load")
-        self._calls.append(("load", time.monotonic()))
-        try:
-            self._ops.meet("load")
-            self._rows.compare({"load(tables)": None if tables is None else sorted(tables)})
-            used = self.steps > 0 or training.torn is not None or not all(store.is_empty for store in self.stores)
-            if self._rows.any(used):
-                raise ValueError(
-                    f"load into a trainer that has not trained yet; this one has done {self.steps} steps"
-                    + ("" if self.steps else " and failed in its first: it has looked up keys. Make a new one")
-                )
-            loaded = self._load_rows(Path(path), tables)
-        finally:
-            self._calls.pop()
-        settings = loaded.settings
+        if self._worker.training.torn == CLOSED:
+            self._worker.must_be_quiet("load")
+        with self._worker.calling("load"):
+            settings = saved.load_into(self._worker, Path(path), tables)
         if tables is None:
             self._run_id = settings.run
-        # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
-        same = len(loaded.positions) == self.world
-        training.start_at(loaded.step, loaded.positions[self.rank] if same else sum(loaded.positions) // self.world)
-        if loaded.torch_rng is not None:
-            saved.set_torch_rng(loaded.torch_rng)
-        # Those of the dense optimizer have come with it: a scheduler of the user's own may have set them.
-        self._scale_row_lr(settings.lr_factor)
-        if training.tuning is not None and settings.micro_batches:  # measured before
-            training.tuning = None
-            training.cut_into(settings.micro_batches)
-            if self.workers.is_first:
-                process.tell(f"micro-batches: {self.micro_batches} [auto; as measured before the checkpoint]")
-        plan = self._ops.plan
-        for k in plan.undecided:
-            name = plan.tables[k].name
-            # What is best with one owner is no guide for several.
-            if len(settings.owners.get(name) or ()) != 1 or len(plan.owners[k]) == 1:
-                plan.resume(k, settings.pooled_at_owner.get(name))
-
-    def _load_rows(self, path: Path, tables: Sequence[str] | None) -> saved.Loaded:
-        """All or nothing: after a failure tables, and who owns them, are as they were."""
-        decisions = self._ops.plan.decisions()
-        try:
-            return saved.load(
-                path,
-                self.stores,
-                self._dense,
-                self._rows,
-                tables=tables,
-                place=lambda table, owners: place_as_saved(self._ops, table, owners),
-            )
-        except BaseException:
-            tracked = [store.tracks_changes for store in self.stores]
-            for store in self.stores:
-                if isinstance(store, DiskStore):
-                    store.close()
-            self._ops.plan.put_back(decisions)
-            self._ops.use(self._open_stores(self._ops.plan))
-            self._scale_row_lr(self._lr_factor)
-            for store in (store for store, was in zip(self.stores, tracked, strict=True) if was):
-                store.track_changes()
-            raise
 
     @_between_steps("compute the digest")
     def digest(self) -> str:
@@ -532,23 +375,23 @@ class Trainer:
 
         The same for any order of rows and any number of workers that hold the same bits.
         """
-        return digest(self.stores, self.model, self._rows)
+        return digest(self.stores, self.model, self._worker.rows)
 
     @_between_steps("read the sizes of tables")
     def table_stats(self) -> dict[str, StoreStats]:
         """Rows and bytes of every table, summed over workers."""
-        sums = self._rows.sum(np.array([store.stats() for store in self.stores], np.int64))
+        sums = self._worker.rows.sum(np.array([store.stats() for store in self.stores], np.int64))
         return {store.table.name: StoreStats(*row) for store, row in zip(self.stores, sums.tolist(), strict=True)}
 
     @property
     def sent(self) -> Sent:
         """Bytes that this worker has sent to others so far."""
-        return Sent(self._keys.bytes_sent, self._rows.bytes_sent)
+        return Sent(self._worker.keys.bytes_sent, self._worker.rows.bytes_sent)
 
     @_between_steps("count bytes")
     def bytes_sent(self) -> int:
         """Bytes of keys, rows and gradients that all workers together have sent to others so far."""
-        return int(self._rows.sum(np.array([sum(self.sent)]))[0])
+        return int(self._worker.rows.sum(np.array([sum(self.sent)]))[0])
 
     # -- what ran when -----------------------------------------------------------------------------------------------
 
@@ -556,16 +399,18 @@ class Trainer:
     def around(self) -> Around | None:
         """Called in place of every operation of a step, with its task and the operation itself: to delay it, to measure it, to
         make it fail. None: nothing is."""
-        return self._training.around
+        return self._worker.training.around
 
     @around.setter
     def around(self, around: Around | None) -> None:
-        self._training.around = around
+        self._worker.training.around = around
 
     def recorded(self, *, clear: bool = False) -> RankTrace:
         """What ran when on this worker, of a trainer made with record=True; with micro_batches="auto", since the number was
         fixed. clear: forgets it."""
-        return self._training.engine.recorded(rank=self.rank, world=self.world, clear=clear)
+        if not self._worker.training.records:
+            raise ValueError("nothing was recorded; make the trainer with record=True")
+        return self._worker.training.engine.recorded(rank=self.rank, world=self.world, clear=clear)
 
     def save_trace(self, folder: str | Path) -> None:
         """Writes this worker's recorded operations to the folder of a run, for `nestpipe trace`."""
@@ -573,4 +418,4 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """What travels how, and what is overlapped, per table and stage: one line each."""
-        return self._training.describe()
+        return self._worker.training.describe()

@@ -285,7 +285,7 @@ def keys_with_rows(options: dict[str, Any]) -> tuple[list[int], dict[str, np.nda
     for step in range(12):
         samples = range(9 * step + trainer.rank, 9 * step + 9, trainer.world)
         trainer.step(batch_of(samples))
-    keys = trainer._rows.gather_objects([store.items()[0].tolist() for store in trainer.stores])
+    keys = trainer._worker.rows.gather_objects([store.items()[0].tolist() for store in trainer.stores])
     owned = [[key for rank in keys for key in rank[table]] for table in range(2)]
     assert all(len(set(one)) == len(one) for one in owned)
     stats = trainer.table_stats()["item"]

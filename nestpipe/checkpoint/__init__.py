@@ -13,6 +13,7 @@ while it goes on, `loading` reads on any number of workers, `manifest` says what
 from nestpipe.checkpoint.background import Background
 from nestpipe.checkpoint.loading import Loaded, load, set_torch_rng
 from nestpipe.checkpoint.manifest import Base, Damaged, complete, folder_of, problems
+from nestpipe.checkpoint.resuming import content_of, load_into
 from nestpipe.checkpoint.saving import Content, save
 from nestpipe.checkpoint.settings import Settings
 
@@ -24,8 +25,10 @@ __all__ = [
     "Loaded",
     "Settings",
     "complete",
+    "content_of",
     "folder_of",
     "load",
+    "load_into",
     "problems",
     "save",
     "set_torch_rng",

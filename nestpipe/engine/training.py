@@ -68,7 +68,7 @@ class Training:
         self.stopped = False  # whether `fit` has returned because a worker was asked to stop
         self.around: Around | None = None  # see Engine
         self.tuning = Tuning() if setting.is_auto else None  # until it is done
-        self._record, self._skip, self._data_timeout = record, skip_nonfinite, data_timeout
+        self.records, self._skip, self._data_timeout = record, skip_nonfinite, data_timeout
         self._names = [feature.name for feature in ops.plan.features]
         self._taken = 0  # batches that this worker has taken from its data before this call, those left out included
         self._loader: Loader | None = None
@@ -77,7 +77,7 @@ class Training:
         self.cut_into(setting.parts)
 
     def cut_into(self, micro_batches: int) -> None:
-        self.engine = Engine(self.setting.cut_into(micro_batches), self.ops, trace=self._record)
+        self.engine = Engine(self.setting.cut_into(micro_batches), self.ops, trace=self.records)
 
     @property
     def position(self) -> int:

@@ -206,10 +206,10 @@ def interrupt_twice(schedule: str) -> list[str]:
     def around(task: Task, work: Any) -> None:
         if task.op == Op("EMB", 5):
             os.kill(os.getpid(), signal.SIGINT)
-            while not trainer._ops.stop_asked:  # until it has been heard
+            while not trainer._worker.ops.stop_asked:  # until it has been heard
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
-            while not trainer._training.engine._lanes._stop_all:
+            while not trainer._worker.training.engine._lanes._stop_all:
                 time.sleep(0.01)
         work()
 
@@ -272,7 +272,7 @@ def test_pauses_come_at_steps_that_the_result_names() -> None:
     paused: list[int] = []
 
     def on_step(result: Any) -> None:
-        if trainer._training.engine.in_flight == 0 and result.step < STEPS:
+        if trainer._worker.training.engine.in_flight == 0 and result.step < STEPS:
             paused.append(result.step)
 
     try:

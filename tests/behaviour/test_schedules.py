@@ -418,7 +418,7 @@ def test_a_broken_sync_is_caught_by_the_versions(cluster: Cluster, schedule: str
 
 def train_with_versions_unsynced(case: Case) -> None:
     trainer, features, folder = make(case)
-    trainer._ops._versions.sync = lambda *args: None  # type: ignore[union-attr, method-assign]
+    trainer._worker.ops._versions.sync = lambda *args: None  # type: ignore[union-attr, method-assign]
     try:
         trainer.fit(batches(features, case, trainer.rank, trainer.world))
     finally:
@@ -437,7 +437,7 @@ def test_stale_is_caught_by_the_versions(cluster: Cluster) -> None:
 def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
     """One thread, no schedule: batch t + 1 is looked up and its rows are sent right before update t."""
     trainer, features, folder = make(dataclasses.replace(case, schedule="serial"))
-    ops, losses = trainer._ops, []
+    ops, losses = trainer._worker.ops, []
     source = batches(features, case, trainer.rank, trainer.world)
 
     def open_next(number: int) -> Context | None:

@@ -28,7 +28,7 @@ def data(first: int, last: int, trainer: Trainer) -> list[Batch]:
 
 
 def lr_of(trainer: Trainer) -> float:
-    return float(trainer._dense.optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
+    return float(trainer._worker.dense.optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
 
 
 def test_what_a_scheduler_of_torch_has_set_survives_a_load(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def save_and_load(folder: str) -> tuple[int, float, bool]:
     trainer.save(folder)
     again = made(other := Counting(), lr=torch.tensor(0.1))
     again.load(folder)
-    lr = again._dense.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+    lr = again._worker.dense.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
     assert isinstance(lr, torch.Tensor) and again.digest() == trainer.digest()
     return other.calls, float(lr), weights_of(again) == weights_of(trainer)
 

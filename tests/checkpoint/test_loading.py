@@ -31,8 +31,8 @@ def some_batches() -> list[Batch]:
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
     judged = trainer.evaluate(some_batches()[trainer.rank :: trainer.world], {})
-    assert trainer._dense.optimizer is not None
-    optimizer = trainer._dense.optimizer.state_dict()["state"]
+    assert trainer._worker.dense.optimizer is not None
+    optimizer = trainer._worker.dense.optimizer.state_dict()["state"]
     return {
         "contents": contents(trainer),
         "digest": trainer.digest(),

@@ -66,7 +66,7 @@ def contents(trainer: Trainer) -> dict[str, Any]:
         }
         merged: dict[str, dict[int, Any]] = {}
         for name, part in parts.items():
-            gathered = trainer._rows.gather_objects(part)
+            gathered = trainer._worker.rows.gather_objects(part)
             merged[name] = {key: value for of_worker in gathered for key, value in of_worker.items()}
             assert len(merged[name]) == sum(map(len, gathered)), "a key has two owners"
         every[store.table.name] = merged
@@ -262,7 +262,7 @@ def test_learning_rates_and_the_way_tables_travel_survive_and_another_seed_is_re
     again = make_trainer()
     again.load(tmp_path / "saved")
     assert [store.lr for store in again.stores] == [store.lr for store in trainer.stores]
-    assert again._ops.plan.at_owner == trainer._ops.plan.at_owner
+    assert again._worker.ops.plan.at_owner == trainer._worker.ops.plan.at_owner
     assert again.digest() == trainer.digest()
     for trained in (trainer, again):
         train(trained, 2, 4)

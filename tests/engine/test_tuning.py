@@ -125,7 +125,7 @@ def test_a_checkpoint_goes_on_with_the_number_that_was_measured(tmp_path: Any) -
 
     trainer = made()
     trainer.fit(batches(0), steps=60)
-    trainer._training.cut_into(4)  # as if it had been measured
+    trainer._worker.training.cut_into(4)  # as if it had been measured
     trainer.save(tmp_path / "saved")
     other = made()
     other.load(tmp_path / "saved")

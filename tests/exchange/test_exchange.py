@@ -178,7 +178,7 @@ def train_bags(kind: str, pooled_at: str) -> dict[str, Any]:
     sent = trainer.bytes_sent()
     keys = torch.cat([bags(kind, rank, 0).keys["bag"].values for rank in range(trainer.world)])
     rows = trainer.rows("bag", keys).numpy()
-    return {"losses": losses, "rows": rows, "at_owner": trainer._ops.plan.at_owner[0], "sent": sent}
+    return {"losses": losses, "rows": rows, "at_owner": trainer._worker.ops.plan.at_owner[0], "sent": sent}
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -67,7 +67,7 @@ def make(num_bags: int, settings: dict[str, Any], schedule: str = "serial") -> t
 
 def report(trainer: Trainer) -> dict[str, Any]:
     return {
-        "owners": [owners.tolist() for owners in trainer._ops.plan.owners],
+        "owners": [owners.tolist() for owners in trainer._worker.ops.plan.owners],
         "held": [len(store) > 0 for store in trainer.stores],
         "told": trainer.describe(),
         "digest": trainer.digest(),
@@ -82,7 +82,7 @@ def train(
     if look_first:
         trainer.rows("bags0", torch.arange(50))
         trainer.evaluate(batches(features, trainer.rank, first=STEPS - 1), {})
-        assert trainer._ops.plan.unplaced == list(range(num_bags + 1)), "only training decides"
+        assert trainer._worker.ops.plan.unplaced == list(range(num_bags + 1)), "only training decides"
     trainer.fit(batches(features, trainer.rank))
     return report(trainer)
 
@@ -261,7 +261,7 @@ def test_a_first_batch_that_cannot_be_read_ends_all_workers(cluster: Cluster, sc
 def one_without_data() -> dict[str, Any]:
     trainer, features = make(2, AUTO)
     trainer.fit([])
-    assert trainer.steps == 0 and trainer._ops.plan.unplaced, "nobody had a batch: nothing to decide from"
+    assert trainer.steps == 0 and trainer._worker.ops.plan.unplaced, "nobody had a batch: nothing to decide from"
     trainer.fit(batches(features, trainer.rank) if trainer.rank == 0 else [])
     return {**report(trainer), "steps": trainer.steps, "position": trainer.position}
 

@@ -1,0 +1,71 @@
+"""From a worker to what a checkpoint holds of it, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nestpipe import process
+from nestpipe.checkpoint.loading import load, set_torch_rng
+from nestpipe.checkpoint.manifest import Base
+from nestpipe.checkpoint.saving import Content
+from nestpipe.checkpoint.settings import Settings
+from nestpipe.engine.placing import place_as_saved
+from nestpipe.engine.worker import Worker
+
+
+def content_of(worker: Worker, *, config: Mapping[str, Any] | None, run: str | None, base: Base | None) -> Content:
+    training, plan = worker.training, worker.ops.plan
+    names = [store.table.name for store in worker.stores]
+    measured = training.setting.is_auto and training.tuning is None
+    settings = Settings(
+        lr_factor=worker.lr_factor,
+        pooled_at_owner=dict(zip(names, plan.at_owner, strict=True)),
+        owners={name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
+        micro_batches=training.engine.schedule.micro_batches if measured else None,
+        config=config,
+        run=run,
+    )
+    return Content(worker.stores, worker.dense, training.steps, training.position, settings, base)
+
+
+def load_into(worker: Worker, path: Path, tables: Sequence[str] | None) -> Settings:
+    """All or nothing. Returns what else was saved."""
+    training, ops = worker.training, worker.ops
+    worker.rows.compare({"load(tables)": None if tables is None else sorted(tables)})
+    used = training.steps > 0 or training.torn is not None or not all(store.is_empty for store in worker.stores)
+    if worker.rows.any(used):
+        raise ValueError(
+            f"load into a trainer that has not trained yet; this one has done {training.steps} steps"
+            + ("" if training.steps else " and failed in its first: it has looked up keys. Make a new one")
+        )
+    with worker.all_or_nothing():
+        loaded = load(
+            path,
+            worker.stores,
+            worker.dense,
+            worker.rows,
+            tables=tables,
+            place=lambda table, owners: place_as_saved(ops, table, owners),
+        )
+    settings = loaded.settings
+    # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
+    same = len(loaded.positions) == worker.world
+    position = loaded.positions[worker.rank] if same else sum(loaded.positions) // worker.world
+    training.start_at(loaded.step, position)
+    if loaded.torch_rng is not None:
+        set_torch_rng(loaded.torch_rng)
+    # Those of the dense optimizer have come with it: a scheduler of the user's own may have set them.
+    worker.scale_row_lr(settings.lr_factor)
+    if training.tuning is not None and settings.micro_batches:  # measured before
+        training.tuning = None
+        training.cut_into(settings.micro_batches)
+        if worker.rank == 0:
+            process.tell(f"micro-batches: {settings.micro_batches} [auto; as measured before the checkpoint]")
+    for k in ops.plan.undecided:
+        name = ops.plan.tables[k].name
+        # What is best with one owner is no guide for several.
+        if len(settings.owners.get(name) or ()) != 1 or len(ops.plan.owners[k]) == 1:
+            ops.plan.resume(k, settings.pooled_at_owner.get(name))
+    return settings
