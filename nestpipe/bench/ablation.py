@@ -53,7 +53,7 @@ class Bytes:
     @property
     def settings(self) -> list[Setting]:
         cut = itertools.product(("fwp",), self.cuts, (True, False), CLUSTERINGS)
-        return [Setting("fwp", 1), *(Setting(*one) for one in cut)]
+        return [Setting("fwp", 1, clustering="none"), *(Setting(*one) for one in cut)]
 
 
 @dataclasses.dataclass(frozen=True)

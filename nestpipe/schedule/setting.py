@@ -52,10 +52,9 @@ class Setting:
     def make(self) -> Schedule:
         return SCHEDULES[self.schedule](micro_batches=self.parts, look_ahead=self.look_ahead)
 
-    @functools.cached_property
+    @property
     def _made(self) -> Schedule:
-        """Of the kind, with two micro-batches: enough to see what it does with them."""
-        return SCHEDULES[self.schedule](micro_batches=2, look_ahead=self.look_ahead)
+        return _with_two(self.schedule, self.look_ahead)
 
     @property
     def hides_lookups(self) -> bool:
@@ -89,3 +88,9 @@ class Setting:
     def options(self) -> dict[str, Any]:
         """As arguments of Trainer."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "replicas"}
+
+
+@functools.cache  # by name, not kept in a Setting: that travels to other processes, and a schedule does not
+def _with_two(schedule: str, look_ahead: int | None) -> Schedule:
+    """A schedule with two micro-batches: enough to see what it does with them."""
+    return SCHEDULES[schedule](micro_batches=2, look_ahead=look_ahead)

@@ -474,7 +474,7 @@ def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
                 ops.sync(following)  # the update itself is of the row as it is
             ops.writeback(now)
             now = following
-        trainer.steps = len(losses)
+        trainer._worker.training.start_at(len(losses), len(losses))
         return trainer.digest(), hashlib.blake2b(b"".join(losses), digest_size=8).hexdigest(), len(losses)
     finally:
         close(trainer, folder)
