@@ -174,15 +174,15 @@ def sections(results: dict[str, Any]) -> list[Section]:
         f"batch and worker whatever the axis. Base: N = {base['micro_batches']}, dim {base['dim']}, length {base['length']}, "
         f"{Law(**base['law']).name} keys; clustering window. "
     )
-    told: list[Section] = []
+    page: list[Section] = []
     for axis, values in results["axes"].items():
-        told += _axis(axis, values, note)
+        page += _axis(axis, values, note)
     if "cpu" in results:
         cpu = results["cpu"]
         real = f"{where}; real compute on the CPU, {cpu['layers']} layers, at the base point of the emulated axes. "
         rows = [(name, *_cells(figures)) for name, figures in cpu["ms"].items()]
-        told.append(Table("The base point with real compute (CPU)", ("schedule", *_COLUMNS), rows, real + EXPLAINED))
-    return told
+        page.append(Table("The base point with real compute (CPU)", ("schedule", *_COLUMNS), rows, real + EXPLAINED))
+    return page
 
 
 def _axis(axis: str, values: Mapping[str, Any], note: str) -> Iterator[Section]:
