@@ -53,7 +53,7 @@ class Bytes:
     @property
     def settings(self) -> list[Setting]:
         cut = itertools.product(self.cuts, (True, False), CLUSTERINGS)
-        return [Setting("fwp", 1), *(Setting("fwp", *options) for options in cut)]
+        return [Setting("fwp", 1, clustering="none"), *(Setting("fwp", *options) for options in cut)]
 
 
 @dataclasses.dataclass(frozen=True)
