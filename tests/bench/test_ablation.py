@@ -138,17 +138,16 @@ def test_the_emulated_model_gives_each_sample_the_same_whatever_it_is_cut_into()
 
 def test_padded_operations_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     model = EmulatedModel(dim=8)
-    transport = SimpleNamespace(bytes_sent=0)
-    engine: Any = SimpleNamespace(ops=SimpleNamespace(rows=transport, dense=SimpleNamespace(model=model)))
-    pad(engine, {"ROUTE": 0.05}, seconds_per_token=0.01, seconds_per_byte=1e-3)
+    trainer: Any = SimpleNamespace(model=model, sent=SimpleNamespace(rows=0))
+    pad(trainer, {"ROUTE": 0.05}, seconds_per_token=0.01, seconds_per_byte=1e-3)
 
     def seconds(name: str, work: Callable[[], None], part: int = 0) -> float:
         begin = time.perf_counter()
-        engine.around(Task(Op(name, 0, part), "compute"), work)
+        trainer.around(Task(Op(name, 0, part), "compute"), work)
         return time.perf_counter() - begin
 
     def send() -> None:
-        transport.bytes_sent += 100
+        trainer.sent.rows += 100
 
     def compute(tokens: int) -> None:
         model.tokens = tokens
