@@ -106,7 +106,7 @@ class Dense:
     def learning_rates(self) -> dict[str, Any]:
         """As they are now, for comparison over workers."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return {f"learning rate of dense group {number}": float(group["lr"]) for number, group in enumerate(groups)}
+        return {f"learning rate of dense group {number}": group.get("lr") for number, group in enumerate(groups)}
 
     def scale_lr(self, factor: float) -> None:
         """Every learning rate of the optimizer becomes `factor` times what it was at the start."""

@@ -162,6 +162,11 @@ def call_differently(what: str) -> str:
             trainer.fit(data, steps=2 + trainer.rank)
         elif what == "pauses":
             trainer.fit(data, pause_every=1 + trainer.rank)
+        elif what == "rates":
+            trainer.scale_lr(0.5 if trainer.rank else 1.0)
+            trainer.fit(data)
+        elif what == "tables":
+            trainer.load("nowhere", tables=["b" if trainer.rank else "a"])
         else:
             trainer.evaluate(data, {"AUC": AUC()} if trainer.rank else {})
     except TrainingError as error:
@@ -174,6 +179,8 @@ def call_differently(what: str) -> str:
     [
         ("steps", "fit(steps) is 2 on rank 0 and 3 on rank 1"),
         ("pauses", "fit(pause_every) is [1] on rank 0 and [2] on rank 1"),
+        ("rates", "row learning rates, of what was declared is 1.0 on rank 0 and 0.5 on rank 1"),
+        ("tables", "load(tables) is ['a'] on rank 0 and ['b'] on rank 1"),
         ("metrics", "metric 'AUC' is nothing of the kind on rank 0 and 'AUC' on rank 1"),
     ],
 )

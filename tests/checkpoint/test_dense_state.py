@@ -157,6 +157,8 @@ def load_that_fails(folder: str, tier: str) -> list[Any]:
     trainer.fit(tagged(trainer, 0, 3))
     trainer.save(Path(folder) / "saved")
     again = trainer_of("two")
+    again.scale_lr(0.25)
+    checkpoints = again.checkpoints(Path(folder) / "checkpoints", full_every=3)
     before, load_table, calls = weights_of(again), loading._load_table, 0
 
     def fails(*args: Any) -> None:
@@ -175,6 +177,8 @@ def load_that_fails(folder: str, tier: str) -> list[Any]:
     finally:
         loading._load_table = load_table
     unchanged = weights_of(again) == before and all(stats.rows == 0 for stats in again.table_stats().values())
+    unchanged &= all(store.lr == store.table.optimizer.lr * 0.25 and store.tracks_changes for store in again.stores)
+    checkpoints.close()
     again.load(Path(folder) / "saved")
     result = [told, unchanged, again.digest() == trainer.digest()]
     trainer.close()
