@@ -175,11 +175,16 @@ def _not_negative(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     try:
-        return sorted({_positive(one) for one in text.split(",")})
+        return sorted({_positive(count) for count in text.split(",")})
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"write numbers with commas between them, as in 128,256; got {text!r}"
         ) from None
+
+
+def _set_flags(overrides: list[str]) -> list[str]:
+    """As they are passed on to workers."""
+    return [text for override in overrides for text in ("--set", override)]
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -209,7 +214,7 @@ def _train(arguments: argparse.Namespace) -> int:
             passed += ["--json", str(arguments.json)] if arguments.json else []
             passed += ["--trace"] if arguments.trace else []
             passed += ["--resume"] if arguments.resume else []
-            passed += [text for one in overrides for text in ("--set", one)]
+            passed += _set_flags(overrides)
             return _launch(arguments, passed, restarts=arguments.restarts)
     else:
         folder = arguments.out or Path("runs") / arguments.config.stem
@@ -247,7 +252,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if not process.under_launcher() and arguments.workers > 1:
         passed = ["evaluate", str(arguments.run), *(["--split", arguments.split] if arguments.split else [])]
         passed += ["--json", str(arguments.json)] if arguments.json else []
-        return _launch(arguments, passed + [text for one in arguments.overrides for text in ("--set", one)])
+        return _launch(arguments, passed + _set_flags(arguments.overrides))
 
     def work() -> None:
         parsed = read()
@@ -329,9 +334,9 @@ def _profile(arguments: argparse.Namespace) -> int:
     def work() -> None:
         parsed = config.read(arguments.config, arguments.overrides)
         check_writable(arguments.out)
-        found = profiling.profile(parsed, workers=arguments.workers, name=arguments.out.stem)
-        if found is not None:
-            write_text(arguments.out, to_toml(found))
+        profile = profiling.profile(parsed, workers=arguments.workers, name=arguments.out.stem)
+        if profile is not None:
+            write_text(arguments.out, to_toml(profile))
             print(
                 f"profile: {arguments.out}\nnestpipe simulate {arguments.config} --profile {arguments.out} --workers 2,4,8"
             )

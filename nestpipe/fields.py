@@ -66,20 +66,20 @@ def in_words(hint: Any) -> str:
     for kind, limits in _alternatives(hint):
         if typing.get_origin(kind) in _LISTS:
             ((entry, _),) = _alternatives(typing.get_args(kind)[0])
-            words.append(f"a list of {_PLAIN[entry].many}")
+            words.append(f"a list of {_PLAIN[entry].plural}")
         elif typing.get_origin(kind) is dict:
             words.append("{name = value, ...}")
         elif choices := _choices(kind, limits):
             words += map(repr, choices)
         elif kind is not type(None):
-            words.append(_plain(kind).one)
+            words.append(_plain(kind).singular)
     return " or ".join(words)
 
 
 class _Plain(typing.NamedTuple):
     fits: Callable[[Any], bool]
-    one: str
-    many: str
+    singular: str
+    plural: str
 
 
 def _is_whole(value: Any) -> bool:

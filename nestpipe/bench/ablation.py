@@ -52,8 +52,8 @@ class Bytes:
 
     @property
     def settings(self) -> list[Setting]:
-        cut = itertools.product(("fwp",), self.cuts, (True, False), CLUSTERINGS)
-        return [Setting("fwp", 1, clustering="none"), *(Setting(*one) for one in cut)]
+        cut = itertools.product(self.cuts, (True, False), CLUSTERINGS)
+        return [Setting("fwp", 1, clustering="none"), *(Setting("fwp", *options) for options in cut)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,13 +187,13 @@ def sections(results: dict[str, Any]) -> list[Section]:
 def bytes_sections(results: list[dict[str, Any]]) -> Iterator[Section]:
     lines: dict[tuple[Any, ...], dict[bool, list[float]]] = {}
     megabytes: dict[tuple[Any, ...], float] = {}
-    for one in results:
-        where = one["workers"], one["keys"]
-        if one["micro_batches"] == 1:
-            megabytes[where] = one["bytes"] / 1e6
+    for sent in results:
+        where = sent["workers"], sent["keys"]
+        if sent["micro_batches"] == 1:
+            megabytes[where] = sent["bytes"] / 1e6
         else:
-            ratios = lines.setdefault((*where, one["micro_batches"]), {True: [], False: []})
-            ratios[one["window_cache"]].append(one["ratio"])
+            ratios = lines.setdefault((*where, sent["micro_batches"]), {True: [], False: []})
+            ratios[sent["window_cache"]].append(sent["ratio"])
     rows = [
         (
             shown("{}", workers),
@@ -223,15 +223,15 @@ def links_sections(results: dict[str, Any]) -> Iterator[Section]:
             run["keys"],
             run["compute"],
             name,
-            *cells(one),
-            shown("{:.0f}", one["compute"]),
-            shown("{:.0f}", one["communication"]),
-            shown("{:.1%}", one["exposed of serial"]),
-            shown("{:.1%}", one["exposed of own"]),
-            shown("{:.3f}", one["step over longest lane"]),
+            *cells(figures),
+            shown("{:.0f}", figures["compute"]),
+            shown("{:.0f}", figures["communication"]),
+            shown("{:.1%}", figures["exposed of serial"]),
+            shown("{:.1%}", figures["exposed of own"]),
+            shown("{:.3f}", figures["step over longest lane"]),
         )
         for run in results["runs"]
-        for name, one in run["ms"].items()
+        for name, figures in run["ms"].items()
     ]
     note = (
         f"2 workers on {results['links']}{' (' + results['why'] + ')' if results['why'] else ''}; when all send to all each "
@@ -250,17 +250,17 @@ def mix_sections(results: dict[str, Any]) -> Iterator[Section]:
     whole = results["ms"]["serial"]["step"]
     schedules = {setting.name: setting.schedule for setting in size.settings}
     rows = []
-    for name, one in results["ms"].items():
+    for name, figures in results["ms"].items():
         paper = PAPER[schedules[name]]
         rows.append(
             (
                 name,
-                *cells(one),
+                *cells(figures),
                 shown("({:.2f}x)", paper["speedup"]),
-                shown("{:.1%} ({:.1%})", one["exposed lookup"] / whole, paper["lookup"]),
-                shown("{:.1%} ({:.1%})", one["exposed communication"] / whole, paper["communication"]),
-                shown("{:.3f}", one["step over longest lane"]),
-                shown("{:.3f}", one["step over compute lane"]),
+                shown("{:.1%} ({:.1%})", figures["exposed lookup"] / whole, paper["lookup"]),
+                shown("{:.1%} ({:.1%})", figures["exposed communication"] / whole, paper["communication"]),
+                shown("{:.3f}", figures["step over longest lane"]),
+                shown("{:.3f}", figures["step over compute lane"]),
             )
         )
     columns = (

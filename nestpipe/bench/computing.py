@@ -33,5 +33,5 @@ def layers_for(wanted_ms: float, pool: Sequence[Batch], *, steps: int) -> int:
     """How many layers compute that long per step; from figures of all ranks, so it is the same on all. A layer takes at least a
     twentieth of a step with five: where others use the machine as well, five may have seemed no longer than one."""
     few, many = (in_memory(Setting("serial"), Layers(layers), pool, warm_up=2) for layers in (1, 5))
-    a, b = (one.block(steps)["compute"] for one in (few, many))
+    a, b = (contestant.block(steps)["compute"] for contestant in (few, many))
     return max(1, 1 + round((wanted_ms - a) / max(b / 20, (b - a) / 4)))

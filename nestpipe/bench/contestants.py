@@ -149,12 +149,13 @@ def alternate(
     steps: of a block; of one that hides no lookups fewer will do, since nothing fills and drains.
     what: is measured, for those who wait for it.
     """
-    results: dict[str, list[Figures]] = {one.setting.name: [] for one in contestants}
+    results: dict[str, list[Figures]] = {contestant.setting.name: [] for contestant in contestants}
     for turn in range(rounds):
         first = turn % len(contestants)
-        for one in [*contestants[first:], *contestants[:first]]:
-            tell(f"{what}: round {turn + 1} of {rounds}, {one.setting.name}")
-            results[one.setting.name].append(one.block(steps if isinstance(steps, int) else steps(one.setting)))
+        for contestant in [*contestants[first:], *contestants[:first]]:
+            setting = contestant.setting
+            tell(f"{what}: round {turn + 1} of {rounds}, {setting.name}")
+            results[setting.name].append(contestant.block(steps if isinstance(steps, int) else steps(setting)))
     return results
 
 

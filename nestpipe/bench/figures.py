@@ -34,20 +34,25 @@ def verdict(rounds: Rounds) -> dict[str, Figures]:
     """Medians of each contestant's figures, and of its ratios to the serial run in the same round."""
     reference = rounds["serial"]
     results = {}
-    for name, many in rounds.items():
-        both = list(zip(many, reference, strict=True))
-        results[name] = {key: statistics.median(one[key] for one in many) for key in many[0]} | {
-            "speedup": statistics.median(s["step"] / one["step"] for one, s in both),
+    for name, own in rounds.items():
+        pairs = list(zip(own, reference, strict=True))
+        results[name] = medians(own) | {
+            "speedup": statistics.median(serial["step"] / block["step"] for block, serial in pairs),
             "exposed of serial": statistics.median(
-                _share(one["exposed communication"], s["communication"]) for one, s in both
+                _share(block["exposed communication"], serial["communication"]) for block, serial in pairs
             ),
             "exposed of own": statistics.median(
-                _share(one["exposed communication"], one["communication"]) for one in many
+                _share(block["exposed communication"], block["communication"]) for block in own
             ),
-            "step over longest lane": statistics.median(one["step"] / one["longest lane"] for one in many),
-            "step over compute lane": statistics.median(one["step"] / one["compute lane"] for one in many),
+            "step over longest lane": statistics.median(block["step"] / block["longest lane"] for block in own),
+            "step over compute lane": statistics.median(block["step"] / block["compute lane"] for block in own),
         }
     return results
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Over a contestant's rounds, figure by figure."""
+    return {key: statistics.median(block[key] for block in rounds) for key in rounds[0]}
 
 
 def _share(part: float, whole: float) -> float:
@@ -63,25 +68,25 @@ EXPLAINED = (
 )
 
 
-def cells(one: Mapping[str, float]) -> tuple[str, ...]:
+def cells(figures: Mapping[str, float]) -> tuple[str, ...]:
     """One contestant, for `COLUMNS`."""
     return (
-        shown("{:.1f} ± {:.1f}", one["step"], one["iqr"]),
-        shown("{:.2f}x", one["speedup"]),
-        shown("{:.2f}", one["bytes"] / 1e6),
-        shown("{:.1f}", one["exposed lookup"]),
-        shown("{:.1f}", one["exposed communication"]),
-        shown("{:.0f}", one["memory"] / 1e6),
+        shown("{:.1f} ± {:.1f}", figures["step"], figures["iqr"]),
+        shown("{:.2f}x", figures["speedup"]),
+        shown("{:.2f}", figures["bytes"] / 1e6),
+        shown("{:.1f}", figures["exposed lookup"]),
+        shown("{:.1f}", figures["exposed communication"]),
+        shown("{:.0f}", figures["memory"] / 1e6),
     )
 
 
 def bars(title: str, contestants: Mapping[str, Mapping[str, float]], note: str = "") -> Bars:
     """Where each contestant's step goes; beside it the longest of its lanes, below which it cannot come."""
     parts: dict[str, list[float]] = {
-        part: [one[part] for one in contestants.values()]
+        part: [figures[part] for figures in contestants.values()]
         for part in ("compute", "exposed lookup", "exposed communication")
     }
     sums = [sum(values) for values in zip(*parts.values(), strict=True)]
-    parts["rest"] = [max(0.0, one["step"] - sum_) for one, sum_ in zip(contestants.values(), sums, strict=True)]
-    bounds = {"longest lane": [one["longest lane"] for one in contestants.values()]}
+    parts["rest"] = [max(0.0, figures["step"] - sum_) for figures, sum_ in zip(contestants.values(), sums, strict=True)]
+    bounds = {"longest lane": [figures["longest lane"] for figures in contestants.values()]}
     return Bars(title, "ms", list(contestants), parts, bounds, note)

@@ -113,11 +113,11 @@ def _index_gather(size: Size) -> dict[str, Any]:
     index, everything = HashIndex(num_rows), np.arange(num_rows)
     index.insert(keys, everything, everything)
     known = rng.integers(0, num_rows, count)
-    wanted, found, out, view = keys[known], np.empty(count, np.int64), np.empty((count, DIM), np.float32), rows_of(rows)
+    wanted, at, out, view = keys[known], np.empty(count, np.int64), np.empty((count, DIM), np.float32), rows_of(rows)
 
     def ours() -> None:
-        index.find(wanted, found)
-        gather(view, found, NONE, out)
+        index.find(wanted, at)
+        gather(view, at, NONE, out)
 
     return {
         f"index lookup + gather, {count:,} of {num_rows:,} rows x {DIM}": (
@@ -267,13 +267,13 @@ def sections(results: dict[str, Any]) -> list[Section]:
     rows = [
         (
             name,
-            one["against"],
-            shown("{:.2f}", one["ms"]),
-            shown("{:.2f}", one["iqr_ms"]),
-            shown("{:.2f}", one["against_ms"]),
-            shown("{:.2f}x", one["speedup"]),
+            kernel["against"],
+            shown("{:.2f}", kernel["ms"]),
+            shown("{:.2f}", kernel["iqr_ms"]),
+            shown("{:.2f}", kernel["against_ms"]),
+            shown("{:.2f}x", kernel["speedup"]),
         )
-        for name, one in results.items()
+        for name, kernel in results.items()
     ]
     note = f"One thread; medians over rounds of {REPEATS} calls each in turn, the speed-up is taken within a round."
     return [

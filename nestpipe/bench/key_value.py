@@ -346,13 +346,13 @@ def compare(folder: Path, size: Size) -> dict[str, Any]:
 
 def _figures(log: list[dict[str, float]]) -> dict[str, Any]:
     """Rows per second read, written back, and both; CPU milliseconds a batch; the median share that compute keeps."""
-    sums = {key: sum(one[key] for one in log) for key in log[0]}
+    sums = {key: sum(block[key] for block in log) for key in log[0]}
     return {
         "read": sums["rows"] / sums["read_s"],
         "write": sums["rows"] / sums["write_s"],
         "both": sums["rows"] / (sums["read_s"] + sums["write_s"]),
         "cpu_ms": 1e3 * sums["cpu_s"] / sums["batches"],
-        "compute": statistics.median(one["compute"] for one in log),
+        "compute": statistics.median(block["compute"] for block in log),
         "rounds": log,
     }
 

@@ -54,5 +54,6 @@ def highest() -> float:
 def _status(name: str) -> float:
     if not (_PROCESS / "status").exists():
         return float("nan")
-    (line,) = (one for one in (_PROCESS / "status").read_text().splitlines() if one.startswith(f"{name}:"))
+    lines = (_PROCESS / "status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024.0

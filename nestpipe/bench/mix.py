@@ -8,7 +8,6 @@ the share of the mix: that is the emulated link.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from nestpipe.bench.contestants import DIM, POOL, Contestant, Law, in_memory, load_everything, pool_of
@@ -40,7 +39,7 @@ class Mix:
 
     @property
     def settings(self) -> list[Setting]:
-        cut = [Setting(*one) for one in itertools.product(("fwp", "nested"), self.cuts, (True,), ("window",))]
+        cut = [Setting(name, n, True, "window") for name in ("fwp", "nested") for n in self.cuts]
         return [
             Setting("serial"),
             Setting("dbp"),
@@ -85,9 +84,9 @@ def mix_contestants(
         WRITEBACK: size.step * size.writeback,
     }
     per_token = size.step * size.compute / (size.samples * size.length)
-    for one in contestants:
-        pad(one.trainer, seconds, seconds_per_token=per_token, seconds_per_byte=seconds_per_byte)
-        one.recorded()  # forgets what ran before that
+    for contestant in contestants:
+        pad(contestant.trainer, seconds, seconds_per_token=per_token, seconds_per_byte=seconds_per_byte)
+        contestant.recorded()  # forgets what ran before that
     return contestants, seconds_per_byte
 
 

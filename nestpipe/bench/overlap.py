@@ -140,8 +140,8 @@ def _measure(size: Size, folder: str) -> dict[str, Any]:
         contestants = [OnDisk(setting, size, layers, Path(folder)) for setting in SETTINGS]
         rounds = alternate(contestants, rounds=size.rounds, steps=size.steps, what=f"overlap: {name}")
         results[name] = {"layers": layers, "rows": size.rows, **_verdict(rounds), **_disk(contestants[-1])}
-        for one in contestants:
-            one.trainer.close()
+        for contestant in contestants:
+            contestant.trainer.close()
     return results
 
 
@@ -150,9 +150,9 @@ def _depths(size: Size, folder: Path) -> dict[str, int]:
     least a fortieth of a step with nine: where others use the machine as well, nine may have seemed no longer than one."""
     tell("overlap: how deep a model must be")
     few, many = (OnDisk(SETTINGS[0], size, layers, folder) for layers in (1, 9))
-    a, b = (one.block(size.steps) for one in (few, many))
-    for one in (few, many):
-        one.trainer.close()
+    a, b = (contestant.block(size.steps) for contestant in (few, many))
+    for contestant in (few, many):
+        contestant.trainer.close()
     per_layer = max(b["compute"] / 40, (b["compute"] - a["compute"]) / 8)
     return {name: max(1, round(share * a["lookup"] / per_layer)) for name, share in WORKLOADS.items()}
 
@@ -187,8 +187,8 @@ def sections(results: dict[str, Any]) -> list[Section]:
         "step / longest lane", "step / store lane",
     )  # fmt: skip
     rows = []
-    for name, one in results.items():
-        for schedule, ms in one["ms"].items():
+    for name, workload in results.items():
+        for schedule, ms in workload["ms"].items():
             serial = schedule == "serial"
             rows.append(
                 (
@@ -198,19 +198,22 @@ def sections(results: dict[str, Any]) -> list[Section]:
                     shown("{:.1f}", ms["compute lane"]),
                     shown("{:.1f}", ms["store lane"]),
                     shown("{:.1f}", ms["lookup"]),
-                    shown("0%", 0.0) if serial else shown("{:.1%}", one["hidden"]),
+                    shown("0%", 0.0) if serial else shown("{:.1%}", workload["hidden"]),
                     shown("{:.3f}", ms["step over longest lane"]),
-                    "" if serial else shown("{:.3f}", one["step_over_store_lane"]),
+                    "" if serial else shown("{:.3f}", workload["step_over_store_lane"]),
                 )
             )
     told = [
-        f"{name}: {one['layers']} layers, {one['rows']:,} rows in a file of {one['file_mb']:,.0f} MB, "
-        f"{one['read_from_disk']:.0%} of rows read from it{'' if one['direct'] else ' (through the page cache)'}"
-        for name, one in results.items()
+        f"{name}: {workload['layers']} layers, {workload['rows']:,} rows in a file of {workload['file_mb']:,.0f} MB, "
+        f"{workload['read_from_disk']:.0%} of rows read from it{'' if workload['direct'] else ' (through the page cache)'}"
+        for name, workload in results.items()
     ]
     note = (
         f"2 workers, real disk, real compute on the CPU. {'; '.join(told)}. Lookup is {', '.join(of_kind(LOOKUP))}; "
         f"with dbp the paper hid 98.7% of it at 1,536 workers. {EXPLAINED}"
     )
-    charts = [bars(f"A step on disk: {name}", one["ms"], "Real disk, real compute.") for name, one in results.items()]
+    charts = [
+        bars(f"A step on disk: {name}", workload["ms"], "Real disk, real compute.")
+        for name, workload in results.items()
+    ]
     return [section.Table("Lookups from disk, hidden", columns, rows, note), *charts]

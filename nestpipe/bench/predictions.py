@@ -12,7 +12,7 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from nestpipe import config
 from nestpipe.bench import emulated, profiling
 from nestpipe.bench.contestants import DIM, Law, alternate, compile_kernels, in_memory, load_everything, pool_of
 from nestpipe.bench.emulated import EmulatedModel, pad
+from nestpipe.bench.figures import medians
 from nestpipe.bench.links import Links, links
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
@@ -35,6 +36,7 @@ from nestpipe.simulate import fit, sweep
 from nestpipe.simulate.keys import count
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import Profile, Work
+from nestpipe.simulate.sweep import Prediction
 from nestpipe.simulate.workload import PLACED, TableLoad, Workload, of_config
 from nestpipe.tables import Feature
 from nestpipe.tables import Table as Rows
@@ -82,6 +84,17 @@ OURS = Setting("nested", 8, True, "window"), Setting("nested", 16, True, "taper"
 BEYOND = (1536, 4096, 8192)
 
 
+@dataclasses.dataclass(frozen=True)
+class Compared(Prediction):
+    """A prediction beside what was published. fitted: the profile was made from it. efficiency: of the prediction."""
+
+    system: str
+    fitted: bool
+    published: float
+    published_efficiency: float | None
+    efficiency: float
+
+
 def run(*, quick: bool) -> dict[str, Any]:
     return {**run_published(), "ourselves": run_lab(QUICK if quick else Lab())}
 
@@ -93,17 +106,16 @@ def run_published() -> dict[str, Any]:
     tell("simulator: the published cluster")
     load = of_config(config.read(fit.MODEL))
     npu = fit.npu_1536(load)
-    published = [
-        {
-            "system": one.system,
-            "setting": one.setting.name,
-            "fitted": one.fitted,
-            "published": one.step,
-            "published_efficiency": one.efficiency,
-            **dataclasses.asdict(found),
-            "efficiency": efficiency,
-        }
-        for one, found, efficiency in fit.against_published(load, npu)
+    compared = [
+        Compared(
+            **dataclasses.asdict(prediction),
+            system=published.system,
+            fitted=published.fitted,
+            published=published.step,
+            published_efficiency=published.efficiency,
+            efficiency=efficiency,
+        )
+        for published, prediction, efficiency in fit.against_published(load, npu)
     ]
     beyond = [
         {"line": dataclasses.asdict(line), "power": dataclasses.asdict(power)}
@@ -112,7 +124,8 @@ def run_published() -> dict[str, Any]:
     ]
     begin = time.perf_counter()
     sweep.predict(load, dataclasses.replace(npu, jitter=0.05), OURS[0], 8192, steps=20)
-    return {"published": published, "beyond": beyond, "seconds_for_8192": time.perf_counter() - begin}
+    seconds = time.perf_counter() - begin
+    return {"published": list(map(dataclasses.asdict, compared)), "beyond": beyond, "seconds_for_8192": seconds}
 
 
 # -- against ourselves -------------------------------------------------------------------------------------------------
@@ -122,7 +135,7 @@ def run_lab(size: Lab) -> dict[str, Any]:
     if max(size.counts) > 2:
         compile_kernels()
     tell("simulator: operations of one worker")
-    works = run_workers(_measure_operations, size, workers=1, threads=1)
+    operations = run_workers(_measure_operations, size, workers=1, threads=1)
     tell("simulator: links between two workers")
     with links(2, rate=size.rates[0]) as made:
         levels = run_workers(_measure_links, size, made, workers=2, threads=1, links=made)
@@ -130,15 +143,17 @@ def run_lab(size: Lab) -> dict[str, Any]:
     for workers in size.counts:
         with links(workers, rate=size.rates[0]) as made:
             measured += run_workers(_measure_steps, size, made, workers=workers, threads=1, links=made)
-    results = {
+    works = {name: Work(**work) for name, work in operations.items()}
+    profiles = {rate: lab_profile(works, Level(**level)) for rate, level in levels.items()}
+    return {
         "size": dataclasses.asdict(size),
         "links": made.label if not made.namespaces else "links of a set rate",
         "why": made.why,
-        "operations": works,
+        "operations": operations,
         "levels": levels,
         "measured": measured,
+        "predicted": predict_lab(size, profiles, measured),
     }
-    return {**results, "predicted": predict_lab(results)}
 
 
 def _padded(size: Lab) -> Any:
@@ -178,11 +193,11 @@ def _row_bytes(load: Workload) -> float:
 
 
 def _measure_links(size: Lab, made: Links) -> dict[str, dict[str, float]]:
-    found = {}
+    levels = {}
     for rate in size.rates:
         _set_rate(made, rate)
-        found[rate] = dataclasses.asdict(profiling.link())
-    return found
+        levels[rate] = dataclasses.asdict(profiling.link())
+    return levels
 
 
 def _set_rate(made: Links, rate: str) -> None:
@@ -196,18 +211,17 @@ def _measure_steps(size: Lab, made: Links) -> list[dict[str, Any]]:
     load_everything()
     pool = pool_of(size.law, size.samples, size.length)
     contestants = [in_memory(setting, EmulatedModel(dim=DIM), pool) for setting in size.settings]
-    for one in contestants:
-        _padded(size)(one.trainer)
-        one.recorded()
-    found = []
+    for contestant in contestants:
+        _padded(size)(contestant.trainer)
+        contestant.recorded()
+    measured = []
     for rate in size.rates:
         _set_rate(made, rate)
         what = f"simulator: {dist.get_world_size()} workers, {rate}"
         rounds = alternate(contestants, rounds=size.rounds, steps=size.steps_of, what=what)
-        for name, many in rounds.items():
-            medians = {key: statistics.median(one[key] for one in many) for key in many[0]}
-            found.append({"workers": dist.get_world_size(), "rate": rate, "setting": name, **medians})
-    return found
+        for name, own in rounds.items():
+            measured.append({"workers": dist.get_world_size(), "rate": rate, "setting": name, **medians(own)})
+    return measured
 
 
 def workload(size: Lab) -> Workload:
@@ -229,31 +243,29 @@ def workload(size: Lab) -> Workload:
     )
 
 
-def lab_profile(results: dict[str, Any], rate: str) -> Profile:
+def lab_profile(works: Mapping[str, Work], level: Level) -> Profile:
     """All workers share this machine's cores; what sleeps until its time is over needs none of them."""
-    works = {name: Work(**work) for name, work in results["operations"].items()}
     per_unit = {op.EMB, op.GRAD, op.FWD, op.BWD}
-    works = {name: work if name in per_unit else Work(work.fixed + work.each) for name, work in works.items()}
-    level = Level(**results["levels"][rate])
     return Profile(
         name="lab",
         network=Network(1, level, level),
-        operations=works,
+        operations={name: work if name in per_unit else Work(work.fixed + work.each) for name, work in works.items()},
         cores=os.cpu_count() or 1,
         hosted=(op.H2D, op.SYNC, op.EMB, op.REDUCE, op.AGREE, op.GRAD, op.UPDATE, op.DENSE),
     )
 
 
-def predict_lab(results: dict[str, Any]) -> list[dict[str, Any]]:
-    values = results["size"]
-    size = Lab(**{**values, "law": Law(**values["law"])})
+def predict_lab(
+    size: Lab, profiles: Mapping[str, Profile], measured: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What was measured, each as it is predicted. profiles: by rate of the links."""
     load = workload(size)
+    settings = {setting.name: setting for setting in size.settings}
     predicted = []
-    for one in results["measured"]:
-        setting = next(setting for setting in size.settings if setting.name == one["setting"])
-        profile = lab_profile(results, one["rate"])
-        found = sweep.predict(load, profile, setting, one["workers"], steps=max(size.steps, 12))
-        predicted.append({**dataclasses.asdict(found), "error": found.step / one["step"] - 1})
+    for run in measured:
+        setting, profile = settings[run["setting"]], profiles[run["rate"]]
+        prediction = sweep.predict(load, profile, setting, run["workers"], steps=max(size.steps, 12))
+        predicted.append({**dataclasses.asdict(prediction), "error": prediction.step / run["step"] - 1})
     return predicted
 
 
@@ -266,19 +278,19 @@ def sections(results: dict[str, Any]) -> list[Section]:
 
 def published_sections(results: dict[str, Any]) -> Iterator[Section]:
     rows = []
-    for one in results["published"]:
-        known = one["published_efficiency"]
+    for compared in (Compared(**values) for values in results["published"]):
+        known = compared.published_efficiency
         rows.append(
             (
-                one["system"] + (" (fitted)" if one["fitted"] else ""),
-                one["setting"],
-                shown("{:,.0f}", one["published"]),
-                shown("{:,.0f}", one["step"]),
-                shown("{:+.1%}", one["step"] / one["published"] - 1),
+                compared.system + (" (fitted)" if compared.fitted else ""),
+                compared.setting,
+                shown("{:,.0f}", compared.published),
+                shown("{:,.0f}", compared.step),
+                shown("{:+.1%}", compared.step / compared.published - 1),
                 "" if known is None else shown("{:.1%}", known),
-                shown("{:.1%}", one["efficiency"]),
-                "" if known is None else shown("{:+.1f}", 100 * (one["efficiency"] - known)),
-                shown("{:,.0f} / {:,.0f}", one["exposed_lookup"], one["exposed_communication"]),
+                shown("{:.1%}", compared.efficiency),
+                "" if known is None else shown("{:+.1f}", 100 * (compared.efficiency - known)),
+                shown("{:,.0f} / {:,.0f}", compared.exposed_lookup, compared.exposed_communication),
             )
         )
     columns = ("system", "simulated as", "published ms", "predicted ms", "difference", "published efficiency", "predicted",
@@ -292,21 +304,21 @@ def published_sections(results: dict[str, Any]) -> Iterator[Section]:
 
 
 def beyond_table(results: dict[str, Any]) -> Table:
-    smallest = {one["line"]["setting"]: one for one in results["beyond"] if one["line"]["workers"] == fit.SMALL}
+    grown = [(Prediction(**values["line"]), Prediction(**values["power"])) for values in results["beyond"]]
+    smallest = {line.setting: (line, power) for line, power in grown if line.workers == fit.SMALL}
     rows = []
-    for one in results["beyond"]:
-        if one["line"]["workers"] == fit.SMALL:
+    for line, power in grown:
+        if line.workers == fit.SMALL:
             continue
-        first = smallest[one["line"]["setting"]]
-        pairs = [(one[growth], first[growth]) for growth in ("line", "power")]
+        pairs = list(zip((line, power), smallest[line.setting], strict=True))
         rows.append(
             (
-                one["line"]["setting"],
-                shown("{:,}", one["line"]["workers"]),
-                shown_list("{:,.0f}", [now["step"] for now, _ in pairs]),
-                shown_list("{:.1%}", [now["compute"] / now["step"] for now, _ in pairs]),
-                shown_list("{:.1%}", [then["step"] / now["step"] for now, then in pairs]),
-                " / ".join(f"{now['limit']}: {now['limit_op']}" for now, _ in pairs),
+                line.setting,
+                shown("{:,}", line.workers),
+                shown_list("{:,.0f}", [now.step for now, _ in pairs]),
+                shown_list("{:.1%}", [now.utilization for now, _ in pairs]),
+                shown_list("{:.1%}", [then.step / now.step for now, then in pairs]),
+                " / ".join(f"{now.limit}: {now.limit_op}" for now, _ in pairs),
             )
         )
     columns = ("setting", "workers", "step ms", "utilization", "efficiency against 128", "limited by")
@@ -335,7 +347,7 @@ def lab_sections(results: dict[str, Any]) -> Iterator[Section]:
                 shown("{:.2f}", predicted["sent"] / 1e6),
             )
         )
-    errors = [abs(one["error"]) for one in results["predicted"]]
+    errors = [abs(predicted["error"]) for predicted in results["predicted"]]
     columns = ("schedule", "workers", "links", "measured ms", "predicted ms", "error", "exposed communication measured",
                "predicted", "MB sent measured", "predicted")  # fmt: skip
     note = (

@@ -52,13 +52,13 @@ def lines(points: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> 
     """From measurements of two sizes, each (seconds by operation, units by operation): a line through both points. An operation
     whose units are the same in both, or that does not grow with them, has a fixed time."""
     (small, small_units), (large, large_units) = points
-    found = {}
+    works = {}
     for name in small:
         more = large_units[name] - small_units[name]
         each = max(0.0, (large[name] - small[name]) / more) if more > 0 else 0.0
         fixed = max(0.0, small[name] - each * small_units[name]) if each else (small[name] + large[name]) / 2
-        found[name] = Work(fixed, each)
-    return found
+        works[name] = Work(fixed, each)
+    return works
 
 
 def link(group: dist.ProcessGroup | None = None, *, repeats: int = 5) -> Level:
@@ -107,25 +107,25 @@ def profile(config: Config, *, workers: int, name: str = "this-machine") -> Prof
     if launched:
         process.join_group(3600.0)  # the others wait until the first has measured operations
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    found = None
+    measured = None
     if rank == 0:
         tell("profile: operations on one worker")
         threads = max(1, (os.cpu_count() or 1) // per_node)
-        found = run_workers(_operations, config.to_dict(), workers=1, threads=threads)
+        measured = run_workers(_operations, config.to_dict(), workers=1, threads=threads)
         tell("profile: links between workers")
     levels = _launched_links(per_node) if launched else _local_links(workers)
-    if found is None:
+    if measured is None:
         return None
     cpu = not torch.accelerator.is_available()
     note = (
         f"Measured by `nestpipe profile`, {per_node} worker(s) a node with {os.cpu_count()} cores: operations on one worker with "
-        f"{found['threads']} thread(s), in batches of {' and '.join(map(str, found['samples']))} samples;\nlinks when all "
+        f"{measured['threads']} thread(s), in batches of {' and '.join(map(str, measured['samples']))} samples;\nlinks when all "
         f"workers send to all. {levels.note}\n"
     )
     return Profile(
         name=name,
         network=Network(per_node, levels.inside, levels.between),
-        operations={one: Work(**work) for one, work in found["works"].items()},
+        operations={operation: Work(**work) for operation, work in measured["works"].items()},
         note=note,
         cores=os.cpu_count() or 1,
         hosted=tuple(name for name in units() if cpu or name not in ON_DEVICE),
@@ -196,7 +196,7 @@ def _operations(values: dict[str, Any]) -> dict[str, Any]:
             load = of_batches("profile", read, built)
             costs = Costs(load, _EMPTY, Setting("serial"), 1)
             taken = operations(trainer.recorded())
-            points.append((taken, {one: costs.units(one) for one in taken}))
+            points.append((taken, {operation: costs.units(operation) for operation in taken}))
             samples.append(load.samples)
             works[READ] = Work(0.0, seconds / sum(batch.size for batch in read))
             trainer.close()
@@ -206,7 +206,7 @@ def _operations(values: dict[str, Any]) -> dict[str, Any]:
         if units()[name] == "byte of dense gradients" and done[name] > 0:
             works[name] = Work(0.0, taken[name] / done[name])
     return {
-        "works": {one: dataclasses.asdict(work) for one, work in works.items()},
+        "works": {operation: dataclasses.asdict(work) for operation, work in works.items()},
         "samples": samples,
         "threads": torch.get_num_threads(),
     }

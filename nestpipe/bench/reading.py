@@ -84,7 +84,7 @@ def run(*, quick: bool) -> dict[str, Any]:
             results = {}
             for name, (data, batch_size) in _data_sets(Path(folder), size).items():
                 tell(f"reading: {name}")
-                results[f"{name}, {batch_size:,}"] = _one(data, batch_size, size)
+                results[f"{name}, {batch_size:,}"] = _measure(data, batch_size, size)
             return results
     finally:
         torch.set_num_threads(threads)
@@ -93,13 +93,13 @@ def run(*, quick: bool) -> dict[str, Any]:
 def sections(results: dict[str, Any]) -> list[Section]:
     names = list(next(iter(results.values()))["ways"])
     rows = []
-    for name, one in results.items():
-        ways = one["ways"]
+    for name, data in results.items():
+        ways = data["ways"]
         cells = [shown("{:.1f} ({:.2f}x)", ways[way]["ms"], ways[way]["ratio"]) for way in names[1:]]
         rows.append(
             (
                 name,
-                shown("{:.1f}", one["read_ms"]),
+                shown("{:.1f}", data["read_ms"]),
                 shown("{:.1f} ± {:.1f}", ways[names[0]]["ms"], ways[names[0]]["iqr_ms"]),
                 *cells,
             )
@@ -130,7 +130,7 @@ def _data_sets(folder: Path, size: Size) -> dict[str, tuple[Any, int]]:
     }
 
 
-def _one(data: Dataset, batch_size: int, size: Size) -> dict[str, Any]:
+def _measure(data: Dataset, batch_size: int, size: Size) -> dict[str, Any]:
     kept = list(itertools.islice(forever(data, batch_size), 8))
     read_ms = _read_ms(data, batch_size, count=4 * size.steps)
     again = itertools.cycle(kept)
@@ -181,7 +181,7 @@ def _alternate(ways: dict[str, Callable[[], None]], size: Size) -> dict[str, dic
         name: {
             "ms": statistics.median(log),
             "iqr_ms": spread(log),
-            "ratio": statistics.median(one / other for one, other in zip(log, alone, strict=True)),
+            "ratio": statistics.median(ms / alone_ms for ms, alone_ms in zip(log, alone, strict=True)),
         }
         for name, log in times.items()
     }

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from nestpipe.bench.computing import Layers
 from nestpipe.bench.contestants import DIM, Law, load_everything, pool_of
+from nestpipe.bench.figures import largest
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.checkpoint import manifest as manifests
@@ -86,9 +87,9 @@ def _measure(size: Size, folder: str, tier: str) -> list[dict[str, Any]]:
     for number in range(size.rounds):
         for kind in ("full", "changes"):
             tell(f"checkpoint, table in {tier}: round {number + 1} of {size.rounds}, {kind}")
-            one = _one(trainer, saved, pool, size)
-            one["disk_mb_s"] = _disk_rate(Path(folder), one["bytes"])
-            rounds.append({"kind": kind, **one})
+            figures = _train_through(trainer, saved, pool, size)
+            figures["disk_mb_s"] = _disk_rate(Path(folder), figures["bytes"])
+            rounds.append({"kind": kind, **figures})
     trainer.close()
     return rounds
 
@@ -101,7 +102,7 @@ def _fill(trainer: Trainer, rows: int) -> None:
         store.put(keys, np.full((len(keys), store.record_words), 0.1, np.float32))
 
 
-def _one(trainer: Trainer, saved: Any, pool: Any, size: Size) -> dict[str, float]:
+def _train_through(trainer: Trainer, saved: Any, pool: Any, size: Size) -> dict[str, float]:
     """Trains for a while, begins a checkpoint, trains until it is there."""
     ends: list[float] = []
     begun: list[int] = []  # after so many steps
@@ -136,10 +137,7 @@ def _one(trainer: Trainer, saved: Any, pool: Any, size: Size) -> dict[str, float
         "during_ms": float(np.median(during)) if len(during) else normal,
         "seconds": written,
     }
-    values = torch.tensor(list(mine.values()), dtype=torch.float64)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    found = dict(zip(mine, values.tolist(), strict=True))
-    return {**found, "bytes": float(manifests.read(path[0]).num_bytes)}
+    return {**largest(mine), "bytes": float(manifests.read(path[0]).num_bytes)}
 
 
 def _disk_rate(folder: Path, num_bytes: float) -> float:
@@ -170,25 +168,27 @@ def _sections(results: dict[str, Any]) -> Iterator[Section]:
     size = results["size"]
     rows = []
     for tier, kind in itertools.product(TIERS, ("full", "changes")):
-        many = [one for one in results["rounds"][tier] if one["kind"] == kind]
-        one = {key: statistics.median(each[key] for each in many) for key in many[0] if key != "kind"}
-        rate = statistics.median(each["bytes"] / 1e6 / each["seconds"] for each in many)
-        ratio = statistics.median(each["bytes"] / 1e6 / each["seconds"] / each["disk_mb_s"] for each in many)
-        stall = statistics.median(each["stall_ms"] / each["step_ms"] for each in many)
+        rounds = [figures for figures in results["rounds"][tier] if figures["kind"] == kind]
+        median = {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0] if key != "kind"}
+        rate = statistics.median(figures["bytes"] / 1e6 / figures["seconds"] for figures in rounds)
+        ratio = statistics.median(
+            figures["bytes"] / 1e6 / figures["seconds"] / figures["disk_mb_s"] for figures in rounds
+        )
+        stall = statistics.median(figures["stall_ms"] / figures["step_ms"] for figures in rounds)
         rows.append(
             (
                 tier,
                 kind,
-                shown("{:,.1f}", one["bytes"] / 1e6),
-                shown("{:.2f}", one["seconds"]),
+                shown("{:,.1f}", median["bytes"] / 1e6),
+                shown("{:.2f}", median["seconds"]),
                 shown("{:,.0f}", rate),
-                shown("{:,.0f}", one["disk_mb_s"]),
+                shown("{:,.0f}", median["disk_mb_s"]),
                 shown("{:.2f}", ratio),
-                shown("{:.1f}", one["step_ms"]),
-                shown("{:.1f}", one["stall_ms"]),
+                shown("{:.1f}", median["step_ms"]),
+                shown("{:.1f}", median["stall_ms"]),
                 shown("{:.2f}", stall),
-                shown("{:.1f}", one["fork_ms"]),
-                shown("{:.2f}", one["during_ms"] / one["step_ms"]),
+                shown("{:.1f}", median["fork_ms"]),
+                shown("{:.2f}", median["during_ms"] / median["step_ms"]),
             )
         )
     columns = ("table", "checkpoint", "MB", "seconds", "MB/s", "the disk alone MB/s", "ratio", "step ms", "stall ms",

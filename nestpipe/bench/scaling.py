@@ -110,12 +110,12 @@ def _measure_cpu(size: Cpu) -> dict[str, Any]:
 
 def _told(size: Any, by_count: dict[int, dict[str, Any]], samples: int) -> dict[str, Any]:
     """By count, the smallest first, with what only several counts together can tell."""
-    one = by_count[min(by_count)]["ms"]
+    smallest = by_count[min(by_count)]["ms"]
     runs = []
     for workers in sorted(by_count):
         ms = by_count[workers]["ms"]
         for name, figures in ms.items():
-            figures["efficiency"] = one[name]["step"] / figures["step"]
+            figures["efficiency"] = smallest[name]["step"] / figures["step"]
             figures["samples per second"] = workers * samples * 1e3 / figures["step"]
         runs.append({"workers": workers, **by_count[workers]})
     return {"size": dataclasses.asdict(size), "runs": runs}

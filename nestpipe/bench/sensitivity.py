@@ -124,9 +124,9 @@ def measure(size: Size, axes: Sequence[str] = AXES, *, real: bool = True) -> dic
 def _measure_cuts(size: Size) -> dict[str, Any]:
     """By N; serial and dbp, which have none, are the same for all."""
     load_everything()
-    found = _point(size, size.base, size.cut_settings(), "sensitivity: micro-batches")
+    ms = _point(size, size.base, size.cut_settings(), "sensitivity: micro-batches")
     return {
-        str(n): {s.schedule: found[s.name] for s in size.cut_settings() if not s.cuts or s.micro_batches == n}
+        str(n): {s.schedule: ms[s.name] for s in size.cut_settings() if not s.cuts or s.micro_batches == n}
         for n in size.cuts
     }
 
@@ -135,8 +135,8 @@ def _measure(size: Size, axis: str) -> dict[str, Any]:
     load_everything()
     results = {}
     for value, point in size.points(axis).items():
-        found = _point(size, point, point.settings(), f"sensitivity: {axis} {value}")
-        results[value] = {setting.schedule: found[setting.name] for setting in point.settings()}
+        ms = _point(size, point, point.settings(), f"sensitivity: {axis} {value}")
+        results[value] = {setting.schedule: ms[setting.name] for setting in point.settings()}
     return results
 
 
@@ -146,8 +146,8 @@ def _measure_cpu(size: Size) -> dict[str, Any]:
     pool = pool_of(base.law, base.samples, base.length, count=size.batches)
     layers = layers_for(base.tokens * size.seconds_per_token * 1e3, pool, steps=size.short)
     model = partial(Layers, layers, dim=base.dim)
-    found = _point(size, base, base.settings(), "sensitivity: real compute", model=model)
-    return {"layers": layers, "ms": {setting.schedule: found[setting.name] for setting in base.settings()}}
+    ms = _point(size, base, base.settings(), "sensitivity: real compute", model=model)
+    return {"layers": layers, "ms": {setting.schedule: ms[setting.name] for setting in base.settings()}}
 
 
 def _point(
@@ -174,28 +174,28 @@ def sections(results: dict[str, Any]) -> list[Section]:
         f"batch and worker whatever the axis. Base: N = {base['micro_batches']}, dim {base['dim']}, length {base['length']}, "
         f"{Law(**base['law']).name} keys; clustering window. "
     )
-    found: list[Section] = []
+    page: list[Section] = []
     for axis, values in results["axes"].items():
-        found += _axis(axis, values, note)
+        page += _axis(axis, values, note)
     if "cpu" in results:
         cpu = results["cpu"]
         real = f"{where}; real compute on the CPU, {cpu['layers']} layers, at the base point of the emulated axes. "
-        rows = [(name, *_cells(one)) for name, one in cpu["ms"].items()]
-        found.append(Table("The base point with real compute (CPU)", ("schedule", *_COLUMNS), rows, real + EXPLAINED))
-    return found
+        rows = [(name, *_cells(figures)) for name, figures in cpu["ms"].items()]
+        page.append(Table("The base point with real compute (CPU)", ("schedule", *_COLUMNS), rows, real + EXPLAINED))
+    return page
 
 
 def _axis(axis: str, values: Mapping[str, Any], note: str) -> Iterator[Section]:
     title = f"Sensitivity to {axis}, {emulated.LABEL}"
     rows: list[tuple[str, ...]] = []
     for value, ms in values.items():
-        for name, one in ms.items():
+        for name, figures in ms.items():
             uncut = axis == "micro-batches" and not Setting(name).cuts
             if not uncut:
                 label = value if axis == "keys" else shown(value, float(value))
-                rows.append((label, name, *_cells(one)))
+                rows.append((label, name, *_cells(figures)))
             elif ms is next(iter(values.values())):  # the same for all
-                rows.append(("", name, *_cells(one)))
+                rows.append(("", name, *_cells(figures)))
     yield Table(title, (axis, "schedule", *_COLUMNS), rows, note + EXPLAINED)
     names = next(iter(values.values()))
     for key, what in (("speedup", "speed-up over serial"), ("exposed of serial", "exposed, of serial communication")):
@@ -210,10 +210,10 @@ def _axis(axis: str, values: Mapping[str, Any], note: str) -> Iterator[Section]:
 _COLUMNS = (*COLUMNS, "compute ms", "communication ms", "exposed, of the serial run's")
 
 
-def _cells(one: Mapping[str, float]) -> tuple[str, ...]:
+def _cells(figures: Mapping[str, float]) -> tuple[str, ...]:
     return (
-        *cells(one),
-        shown("{:.0f}", one["compute"]),
-        shown("{:.0f}", one["communication"]),
-        shown("{:.1%}", one["exposed of serial"]),
+        *cells(figures),
+        shown("{:.0f}", figures["compute"]),
+        shown("{:.0f}", figures["communication"]),
+        shown("{:.1%}", figures["exposed of serial"]),
     )

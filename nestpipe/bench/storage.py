@@ -209,13 +209,13 @@ def sections(results: dict[str, Any]) -> list[Section]:
         [
             (
                 name,
-                shown("{:,.0f}", one["read"]),
-                shown("{:,.0f}", one["write"]),
-                shown("{:,.0f}", one["both"]),
-                shown("{:.0f}", one["cpu_ms"]),
-                shown("{:.0%}", one["compute"]),
+                shown("{:,.0f}", figures["read"]),
+                shown("{:,.0f}", figures["write"]),
+                shown("{:,.0f}", figures["both"]),
+                shown("{:.0f}", figures["cpu_ms"]),
+                shown("{:.0%}", figures["compute"]),
             )
-            for name, one in results["key_value"]["stores"].items()
+            for name, figures in results["key_value"]["stores"].items()
         ],
         f"{size['rows']:,} rows x 64 with row-wise Adagrad state, {size['memory']} of memory each, batches of {size['keys']:,} "
         "uniform keys.",
@@ -224,19 +224,19 @@ def sections(results: dict[str, Any]) -> list[Section]:
         "workers", "rows", "file GB", "budget MB a worker", "peak MB, rows born / trained", "peak / budget", "rows born/s",
         "steps/s", "rows/s", "read from disk",
     )  # fmt: skip
-    return [stores, section.Table("A table larger than memory", columns, [_large_row(one) for one in results["large"]])]
+    return [stores, section.Table("A table larger than memory", columns, list(map(_large_row, results["large"])))]
 
 
-def _large_row(one: dict[str, Any]) -> tuple[str, ...]:
-    training = one["training"]
+def _large_row(table: dict[str, Any]) -> tuple[str, ...]:
+    training = table["training"]
     return (
-        shown("{}", one["workers"]),
-        shown("{:,}", one["rows"]),
-        shown("{:.2f}", one["file_bytes"] / 1e9),
-        shown("{:,.0f}", one["budget_bytes"] / 1e6),
-        shown_list("{:,.0f}", [peak / 1e6 for peak in one["peak_bytes"]]),
-        shown("{:.3f}", one["peak_over_budget"]),
-        shown("{:,.0f}", one["birth"]["rows_per_second"]),
+        shown("{}", table["workers"]),
+        shown("{:,}", table["rows"]),
+        shown("{:.2f}", table["file_bytes"] / 1e9),
+        shown("{:,.0f}", table["budget_bytes"] / 1e6),
+        shown_list("{:,.0f}", [peak / 1e6 for peak in table["peak_bytes"]]),
+        shown("{:.3f}", table["peak_over_budget"]),
+        shown("{:,.0f}", table["birth"]["rows_per_second"]),
         shown("{:.2f}", training["steps_per_second"]),
         shown("{:,.0f}", training["rows_per_second"]),
         shown("{:.0%}", training["read_from_disk"]),

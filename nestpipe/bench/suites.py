@@ -55,7 +55,7 @@ def bench(
     json_file, markdown_file: of one suite.
     folder: gets SUITE.json and SUITE.md as soon as each is done; `FOLDER` where several suites have none.
     """
-    chosen = list(dict.fromkeys(one for name in names for one in (ALL if name == "all" else (name,))))
+    chosen = list(dict.fromkeys(suite for name in names for suite in (ALL if name == "all" else (name,))))
     if len(chosen) > 1 and (json_file or markdown_file):
         raise ValueError(
             f"--json and --markdown are of one suite, and there are {len(chosen)}: write --out FOLDER, which gets "

@@ -44,11 +44,12 @@ def _settings() -> list[Setting]:
 def _record(size: Mix, folder: str) -> dict[str, Any]:
     results = {}
     contestants, _ = mix_contestants(size, _settings())
-    for one in contestants:
-        tell(f"timelines: {one.setting.name}")
-        one.train(size.steps)
-        one.trainer.save_trace(Path(folder, one.setting.schedule))
-        results[one.setting.schedule] = largest(figures(one.recorded()))
+    for contestant in contestants:
+        setting = contestant.setting
+        tell(f"timelines: {setting.name}")
+        contestant.train(size.steps)
+        contestant.trainer.save_trace(Path(folder, setting.schedule))
+        results[setting.schedule] = largest(figures(contestant.recorded()))
     return results
 
 
@@ -57,13 +58,13 @@ def sections(results: dict[str, Any]) -> list[Section]:
     rows = [
         (
             name,
-            shown("{:.0f} ± {:.0f}", one["step"], one["iqr"]),
-            shown("{:.0f}", one["exposed lookup"]),
-            shown("{:.0f}", one["exposed communication"]),
-            shown("{:.0f}", one["compute"]),
+            shown("{:.0f} ± {:.0f}", ms["step"], ms["iqr"]),
+            shown("{:.0f}", ms["exposed lookup"]),
+            shown("{:.0f}", ms["exposed communication"]),
+            shown("{:.0f}", ms["compute"]),
             f"{FOLDER / name}/trace.png",
         )
-        for name, one in results.items()
+        for name, ms in results.items()
     ]
     columns = ("schedule", "step ms ± IQR", "exposed lookup ms", "exposed communication ms", "compute ms", "picture")
     return [Table("Timelines", columns, rows, note), bars("A step of the pictures", results, note)]

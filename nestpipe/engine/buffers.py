@@ -52,16 +52,16 @@ class DualBuffer:
         if len(buffer.records) < len(positions):
             room = len(positions) + len(positions) // 8
             buffer.records = np.empty((room, self.store.record_words), np.float32)
-        found = np.full(len(positions), -1, np.int64)
+        came_from = np.full(len(positions), -1, np.int64)
         if before.batch == batch - 1:
             index = HashIndex(len(before.positions))
             numbers = np.arange(len(before.positions))
             index.insert(before.positions, numbers, numbers)
-            index.find(positions, found)
+            index.find(positions, came_from)
         buffer.batch, buffer.positions = batch, positions
-        buffer.went_to = np.flatnonzero(found >= 0)
-        buffer.came_from = found[buffer.went_to]
-        buffer.wanted = np.flatnonzero(found < 0)
+        buffer.went_to = np.flatnonzero(came_from >= 0)
+        buffer.came_from = came_from[buffer.went_to]
+        buffer.wanted = np.flatnonzero(came_from < 0)
         self.store.fill(positions, buffer.records[: len(positions)], buffer.wanted)
         return self.store.rows_in(buffer.records), np.arange(len(positions))
 

@@ -233,11 +233,11 @@ def _rounds(losses: Tensor) -> bool:
     return False
 
 
-def _difference(one: Output, two: Output) -> tuple[float, int, str, tuple[float, float]]:
+def _difference(output: Output, other: Output) -> tuple[float, int, str, tuple[float, float]]:
     """The largest relative difference of losses or weights: how large, of which sample, of what, and both values. What is not
     finite is passed over: training says so."""
     worst = (0.0, 0, "loss", (0.0, 0.0))
-    for what, a, b in (("loss", one.losses, two.losses), ("weight", one.weights, two.weights)):
+    for what, a, b in (("loss", output.losses, other.losses), ("weight", output.weights, other.weights)):
         if a is None or b is None or not len(a):
             continue
         a, b = a.detach().double(), b.detach().double()

@@ -57,11 +57,11 @@ class Versions:
     def read(self, k: int, table: str, batch: int) -> None:
         with self._lock:
             positions, expected = self._positions[k][batch], self._expected[k].pop(batch)
-            found = self._copies[k][batch] if batch in self._copies[k] else self._home[k][positions]
-            wrong = np.flatnonzero(found != expected)
+            versions = self._copies[k][batch] if batch in self._copies[k] else self._home[k][positions]
+            wrong = np.flatnonzero(versions != expected)
             assert not len(wrong), (
                 f"table {table!r}: batch {batch} reads {len(wrong)} rows that are not fresh, the first at position "
-                f"{positions[wrong[0]]}: last updated by batch {found[wrong[0]]}, last used by batch {expected[wrong[0]]}"
+                f"{positions[wrong[0]]}: last updated by batch {versions[wrong[0]]}, last used by batch {expected[wrong[0]]}"
             )
 
     def update(self, k: int, batch: int, buffer: DualBuffer | None) -> None:

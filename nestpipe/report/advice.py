@@ -281,13 +281,13 @@ def _candidates(run: Run, now: Setting) -> list[Setting]:
     """The simplest first. Cut no finer than a worker has samples."""
     most = (run.samples_per_step or 1e9) / (run.workers or 1)
     if now.hides_lookups and now.cuts:
-        found = [now.cut_into(2 * now.parts)]
+        candidates = [now.cut_into(2 * now.parts)]
     else:
         plain = dataclasses.replace(now, look_ahead=None)
         nested = dataclasses.replace(plain, schedule="nested")
-        found = [] if now.hides_lookups else [dataclasses.replace(plain, schedule="dbp")]
-        found += [nested.cut_into(parts) for parts in ((now.parts,) if now.parts > 1 else CUTS)]
-    return [setting for setting in found if setting.parts <= most]
+        candidates = [] if now.hides_lookups else [dataclasses.replace(plain, schedule="dbp")]
+        candidates += [nested.cut_into(parts) for parts in ((now.parts,) if now.parts > 1 else CUTS)]
+    return [setting for setting in candidates if setting.parts <= most]
 
 
 def _told(run: Run, now: Setting, better: Setting, step: float) -> tuple[str, str, dict[str, dict[str, Any]]]:

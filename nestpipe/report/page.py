@@ -108,4 +108,4 @@ def _article(number: int, source: Run | Bench) -> Article:
 def _counted(runs: int, benches: int) -> str:
     """`2 runs and 1 bench`."""
     counts = ((runs, "run", "runs"), (benches, "bench", "benches"))
-    return " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
+    return " and ".join(f"{count} {singular if count == 1 else plural}" for count, singular, plural in counts if count)

@@ -34,8 +34,7 @@ def payload(traces: Sequence[RankTrace]) -> dict[str, Any]:
     first = (len(measured) - num_steps) // 2
     bounds = measured.bounds[first : first + num_steps + 1] + shown[0].wall_ns
     begin, end = int(bounds[0]), int(bounds[-1])
-    found = {name for trace in shown for name in trace.columns.names}
-    ops = in_order(found)
+    ops = in_order({name for trace in shown for name in trace.columns.names})
     return {
         "span": (end - begin) / 1e3,
         "ops": ops,
@@ -97,25 +96,24 @@ def _caption(traces: Sequence[RankTrace], data: dict[str, Any]) -> str:
 
 def _standing_out(colour: str, ground: str, towards: str, least: float) -> str:
     """The colour, moved towards black or white until it has that contrast to its background."""
-    red, green, blue = _channels(colour)
+    channels = list(zip(_channels(colour), _channels(towards), strict=True))
     for share in np.linspace(0, 1, 21):
-        mixed = tuple(
-            round(one + (other - one) * share)
-            for one, other in zip((red, green, blue), _channels(towards), strict=True)
-        )
+        mixed = tuple(round(own + (end - own) * share) for own, end in channels)
         if contrast(mixed, _channels(ground)) >= least:
             break
     return "#{:02x}{:02x}{:02x}".format(*mixed)
 
 
-def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+def contrast(colour: tuple[int, ...], other: tuple[int, ...]) -> float:
     """As WCAG defines it."""
-    dark, bright = sorted((_luminance(one), _luminance(other)))
+    dark, bright = sorted((_luminance(colour), _luminance(other)))
     return (bright + 0.05) / (dark + 0.05)
 
 
 def _luminance(colour: tuple[int, ...]) -> float:
-    linear = [one / 255 / 12.92 if one <= 10 else ((one / 255 + 0.055) / 1.055) ** 2.4 for one in colour]
+    linear = [
+        channel / 255 / 12.92 if channel <= 10 else ((channel / 255 + 0.055) / 1.055) ** 2.4 for channel in colour
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 

@@ -259,7 +259,7 @@ def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order, schedule
             if writes:
                 writing[thing].add(task.op)
     place = {op: i for i, op in enumerate(sorted(graph, key=_serial_place))}
-    found: list[str] = []
+    missing: list[str] = []
     graph = {op: set(earlier) for op, earlier in graph.items()}
     while True:
         loose = {
@@ -270,12 +270,12 @@ def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order, schedule
             if not _apart(thing, a, b)
         }
         if not loose:
-            return found
+            return missing
         first, then = min(loose, key=lambda pair: (place[pair[1]] - place[pair[0]], place[pair[0]]))
         thing = loose[first, then]
         name = thing if isinstance(thing, str) else thing[0]  # type: ignore[index]
         edge = f"{relative(first, then.batch)} -> {relative(then, then.batch)}"
-        found.append(f"missing edge {edge}: both touch the {name}, and nothing orders them")
+        missing.append(f"missing edge {edge}: both touch the {name}, and nothing orders them")
         for op in graph:
             other = first._replace(batch=op.batch + first.batch - then.batch)
             if op._replace(batch=0) == then._replace(batch=0) and other in graph:
@@ -283,7 +283,7 @@ def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order, schedule
         try:
             before = _Order(graph, before.number)
         except graphlib.CycleError:
-            return found
+            return missing
 
 
 def _apart(thing: object, a: Op, b: Op) -> bool:

@@ -20,14 +20,13 @@ BWD, REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK = "BWD", "REDUCE", "AGREE", "
 # What an operation's time counts as, on every page: bringing rows to their owners' hands, exchange with other workers
 # that training waits for, or the training itself.
 LOOKUP, COMMUNICATION, COMPUTING = "lookup", "communication", "compute"
-KINDS = (LOOKUP, COMMUNICATION, COMPUTING)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """What one operation is. The engine runs it (engine/step.py); all others read here what they need to know of it.
 
-    kind: one of KINDS. meaning: for people.
+    kind: LOOKUP, COMMUNICATION or COMPUTING. meaning: for people.
     unit: of what it does how much; its cost in a profile is per unit (simulate/costs.py counts them).
     colour: in pictures.
     group: of which process group it issues collectives: one lane uses each group, so that all workers have one order.

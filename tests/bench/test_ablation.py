@@ -138,8 +138,7 @@ def test_the_emulated_model_gives_each_sample_the_same_whatever_it_is_cut_into()
 
 def test_padded_operations_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     model = EmulatedModel(dim=8)
-    sent = SimpleNamespace(rows=0)
-    trainer: Any = SimpleNamespace(model=model, sent=sent)
+    trainer: Any = SimpleNamespace(model=model, sent=SimpleNamespace(rows=0))
     pad(trainer, {"ROUTE": 0.05}, seconds_per_token=0.01, seconds_per_byte=1e-3)
 
     def seconds(name: str, work: Callable[[], None], part: int = 0) -> float:
@@ -148,7 +147,7 @@ def test_padded_operations_last_as_long_as_they_should(monkeypatch: pytest.Monke
         return time.perf_counter() - begin
 
     def send() -> None:
-        sent.rows += 100
+        trainer.sent.rows += 100
 
     def compute(tokens: int) -> None:
         model.tokens = tokens

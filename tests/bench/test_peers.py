@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from nestpipe.batch import Batch
 from nestpipe.bench.alternate import Timing, alternate
-from nestpipe.bench.peers.compare import NestpipeSide, adam, verdict
+from nestpipe.bench.peers.compare import NestpipeSide, adam
+from nestpipe.bench.peers.comparison import Comparison, verdict
 from nestpipe.bench.peers.dense_only import DenseOnly
 from nestpipe.bench.peers.lineup import LINKS, PAIRS, QUICK_PAIRS, SETTINGS
 from nestpipe.bench.peers.stepping import Stepper
@@ -157,7 +158,7 @@ def test_everybody_in_the_lineup_can_be_made() -> None:
     assert {load for load, _ in [*PAIRS, *QUICK_PAIRS]} <= set(WORKLOADS)
 
 
-def made_up(link: str) -> dict[str, Any]:
+def made_up(link: str) -> Comparison:
     rounds = {
         "nestpipe serial": [120.0, 120.0, 240.0],
         "nestpipe nested, N = 4": [50.0, 60.0, 100.0],
@@ -166,40 +167,43 @@ def made_up(link: str) -> dict[str, Any]:
         "dense only": [40.0, 40.0, 80.0],
     }
     timings = {
-        name: Timing(name, sorted(one)[1], 10.0, 5.0, 1.0, one, 2_500_000.0 * (1 + ("torchrec" in name)))
-        for name, one in rounds.items()
+        name: Timing(name, sorted(ms)[1], 10.0, 5.0, 1.0, ms, 2_500_000.0 * (1 + ("torchrec" in name)))
+        for name, ms in rounds.items()
     }
     facts: dict[str, dict[str, Any]] = {name: {"table_bytes": 5_000_000} for name in rounds}
     facts["nestpipe serial"]["table_rows"] = 10_000
-    return {
-        "workload": "bags",
-        "keys": "zipf",
-        "link": link,
-        "mbit_per_second": 287.4,
-        "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
-        "facts": facts,
-        **verdict(timings),
-    }
+    return Comparison("bags", "zipf", link, 287.4, 1e-6, timings, facts, **verdict(timings))
 
 
 def test_the_fastest_of_both_sides_are_compared_within_rounds() -> None:
-    found = made_up("loopback")
-    assert found["best"] == "nestpipe nested, N = 4" and found["best_peer"] == "torchrec sparse_dist, table-wise"
-    assert found["speedup"]["nestpipe nested, N = 4"] == 2.0  # of 2, 1.5 and 2; medians alone would give 100 / 60
-    assert found["over_dense_ms"]["nestpipe nested, N = 4"] == 20.0
+    comparison = made_up("loopback")
+    assert comparison.best == "nestpipe nested, N = 4" and comparison.best_peer == "torchrec sparse_dist, table-wise"
+    assert comparison.speedup[comparison.best] == 2.0  # of 2, 1.5 and 2; medians alone would give 100 / 60
+    assert comparison.over_dense_ms[comparison.best] == 20.0
+
+
+def test_a_comparison_comes_back_from_json_the_same_under_the_keys_that_programs_read() -> None:
+    comparison = made_up("loopback")
+    written = json.loads(json.dumps(dataclasses.asdict(comparison)))
+    assert Comparison.from_json(written) == comparison
+    assert list(written) == [
+        "workload", "keys", "link", "mbit_per_second", "difference", "timings", "facts", "best", "best_peer", "speedup",
+        "over_dense_ms",
+    ]  # fmt: skip
+    assert written["timings"]["dense only"]["median_ms"] == 40.0
 
 
 def test_results_are_told_by_link() -> None:
-    found = sections({"comparisons": [made_up("loopback"), made_up("300mbit")]})
-    assert [type(one) for one in found] == [Table, Bars, Table, Bars, Table]
-    written = json.loads(json.dumps(to_json(found)))
+    page = sections({"comparisons": [dataclasses.asdict(made_up(link)) for link in ("loopback", "300mbit")]})
+    assert [type(section) for section in page] == [Table, Bars, Table, Bars, Table]
+    written = json.loads(json.dumps(to_json(page)))
     assert to_json(from_json(written)) == written
     table = written[0]
     assert table["values"][0][5:] == [2.0, [20.0, 60.0], [2.5, 5.0]] and table["values"][0][2] == [60.0, 10.0]
-    text = markdown(found)
+    text = markdown(page)
     assert "| 2.00x | 20 / 60 | 2.5 / 5.0 |" in text and "links of 300mbit/s" in text and "287 Mbit/s" in text
     assert "60 (10), nested, N = 4" in text and "100 (10), sparse_dist, table-wise" in text
-    bars = found[1]
+    bars = page[1]
     assert isinstance(bars, Bars) and len(bars.labels) == 3
     assert bars.parts["dense part"][1] == 40.0
     assert sections({"comparisons": []}) == []

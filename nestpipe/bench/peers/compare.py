@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.alternate import Contestant, Timing, alternate
+from nestpipe.bench.alternate import Contestant, alternate
 from nestpipe.bench.links import Links, links, throughput
+from nestpipe.bench.peers.comparison import DENSE, Comparison, verdict
 from nestpipe.bench.peers.dense_only import DenseOnly
 from nestpipe.bench.peers.lineup import (
     FULL,
@@ -46,7 +46,6 @@ WORKERS = 2
 TOLERANCE = 1e-4
 CHECKED_STEPS = 5
 UNLIMITED = "20gbit"  # while contestants warm up
-DENSE = "dense only"
 
 
 def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -72,7 +71,7 @@ class NestpipeSide:
     def facts(self) -> dict[str, Any]:
         """What its tables have on all workers. (The trainer itself would not say while batches are in flight.)"""
         stats = [store.stats() for store in self.trainer.stores]
-        table_bytes, rows = _summed(sum(one.bytes for one in stats), sum(one.rows for one in stats))
+        table_bytes, rows = _summed(sum(store.bytes for store in stats), sum(store.rows for store in stats))
         return {"table_bytes": table_bytes, "table_rows": rows, "exchange": self.trainer.describe()}
 
     def bytes_of_a_step(self) -> int:
@@ -152,59 +151,32 @@ def measure(load: Workload, keys: str, size: Size, made: Links, names: Sequence[
     alternate(contestants, rounds=1, steps=1, warmup=size.num_batches)
     facts = {name: side.facts() for name, side in {**ours, **theirs}.items()}
     results = []
-    for name in names:
-        _set_rate(made, name)
-        tell(f"{load.name}, {keys} keys, {name}")
-        here = [f"nestpipe {setting.name}" for setting in SETTINGS[name]]
+    for link in names:
+        _set_rate(made, link)
+        tell(f"{load.name}, {keys} keys, {link}")
+        here = [f"nestpipe {setting.name}" for setting in SETTINGS[link]]
         timings = alternate(
-            {one: contestant for one, contestant in contestants.items() if one in here or one not in ours},
+            {name: contestant for name, contestant in contestants.items() if name in here or name not in ours},
             rounds=size.rounds,
             steps=size.steps,
             warmup=1,
             count=_counter(made),
         )
-        sent = {one: ours[one].bytes_of_a_step() for one in here}
-        results.append(
-            {
-                "workload": load.name,
-                "keys": keys,
-                "link": name,
-                "mbit_per_second": max(throughput(16.0) for _ in range(3)),  # other programs may slow one down
-                "difference": difference,
-                "timings": {one: dataclasses.asdict(timing) for one, timing in timings.items()},
-                "facts": {one: {**facts[one], "bytes_sent": sent.get(one)} for one in timings if one in facts},
-                **verdict(timings),
-            }
+        sent = {name: ours[name].bytes_of_a_step() for name in here}
+        comparison = Comparison(
+            workload=load.name,
+            keys=keys,
+            link=link,
+            mbit_per_second=max(throughput(16.0) for _ in range(3)),  # other programs may slow one down
+            difference=difference,
+            timings=timings,
+            facts={name: {**facts[name], "bytes_sent": sent.get(name)} for name in timings if name in facts},
+            **verdict(timings),
         )
+        results.append(dataclasses.asdict(comparison))
     for side in ours.values():
         side.stepper.close()
     return results
-
-
-def verdict(timings: dict[str, Timing]) -> dict[str, Any]:
-    """The fastest pipelined nestpipe against the fastest TorchRec. Ratios and differences are taken within a round, then the
-    median over rounds: what the machine does to all contestants of a round cancels out."""
-
-    def fastest(names: list[str]) -> str:
-        return min(names, key=lambda name: timings[name].median_ms)
-
-    def over_dense(name: str) -> float:
-        both = zip(timings[name].rounds_ms, timings[DENSE].rounds_ms, strict=True)
-        return statistics.median(mine - floor for mine, floor in both)
-
-    def speedup(name: str, peer: str) -> float:
-        both = zip(timings[name].rounds_ms, timings[peer].rounds_ms, strict=True)
-        return statistics.median(theirs / mine for mine, theirs in both)
-
-    ours = [name for name in timings if name.startswith("nestpipe")]
-    best_peer = fastest([name for name in timings if name.startswith("torchrec")])
-    best = fastest([name for name in ours if name != "nestpipe serial"])
-    return {
-        "best": best,
-        "best_peer": best_peer,
-        "speedup": {name: speedup(name, best_peer) for name in ours},
-        "over_dense_ms": {name: over_dense(name) for name in timings if name != DENSE},
-    }
 
 
 def compare(pairs: Sequence[tuple[str, str]], size: Size, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nestpipe.bench.alternate import Timing
+from nestpipe.bench.peers.comparison import DENSE, SERIAL, Comparison
 from nestpipe.sections import Bars, Section, Table, shown
 
 HERE = Path(__file__).parent
@@ -53,62 +55,62 @@ def environment() -> Path:
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
-    found: list[Section] = []
-    comparisons = results["comparisons"]
-    for link in dict.fromkeys(one["link"] for one in comparisons):
-        here = [one for one in comparisons if one["link"] == link]
-        achieved = sorted(one["mbit_per_second"] for one in here)[len(here) // 2]
+    page: list[Section] = []
+    comparisons = [Comparison.from_json(values) for values in results["comparisons"]]
+    for link in dict.fromkeys(comparison.link for comparison in comparisons):
+        here = [comparison for comparison in comparisons if comparison.link == link]
+        achieved = sorted(comparison.mbit_per_second for comparison in here)[len(here) // 2]
         where = "loopback" if link == "loopback" else f"links of {link}/s"
         note = f"{achieved:,.0f} Mbit/s went through when all sent to all."
-        found.append(_steps(here, where, note if found else f"{NOTE} {note}"))
-        found.append(_bars(here, where))
+        page.append(_steps(here, where, note if page else f"{NOTE} {note}"))
+        page.append(_bars(here, where))
     if comparisons:
-        found.append(_memory(comparisons))
-    return found
+        page.append(_memory(comparisons))
+    return page
 
 
-def _steps(comparisons: list[dict[str, Any]], where: str, note: str) -> Table:
+def _steps(comparisons: list[Comparison], where: str, note: str) -> Table:
     columns = ("workload", "nestpipe serial", "nestpipe pipelined", "TorchRec best", "dense only", "speed-up",
                "over dense: nestpipe / TorchRec", "wire MB: nestpipe / TorchRec")  # fmt: skip
     rows = []
-    for one in comparisons:
-        best, peer, over = one["best"], one["best_peer"], one["over_dense_ms"]
-        wire = {name: timing["counted"] / 1e6 for name, timing in one["timings"].items()}
+    for comparison in comparisons:
+        best, peer = comparison.best, comparison.best_peer
+        timings, over = comparison.timings, comparison.over_dense_ms
         rows.append(
             (
-                _name(one),
-                _ms(one, "nestpipe serial"),
-                _ms(one, best, of=f", {best.removeprefix('nestpipe ')}"),
-                _ms(one, peer, of=f", {peer.removeprefix('torchrec ')}"),
-                _ms(one, "dense only"),
-                shown("{:.2f}x", one["speedup"][best]),
+                comparison.name,
+                _ms(timings[SERIAL]),
+                _ms(timings[best], of=f", {best.removeprefix('nestpipe ')}"),
+                _ms(timings[peer], of=f", {peer.removeprefix('torchrec ')}"),
+                _ms(timings[DENSE]),
+                shown("{:.2f}x", comparison.speedup[best]),
                 shown("{:.0f} / {:.0f}", over[best], over[peer]),
-                shown("{:.1f} / {:.1f}", wire[best], wire[peer]),
+                shown("{:.1f} / {:.1f}", timings[best].counted / 1e6, timings[peer].counted / 1e6),
             )
         )
     return Table(f"nestpipe and TorchRec, {where}: ms per step", columns, rows, note)
 
 
-def _bars(comparisons: list[dict[str, Any]], where: str) -> Bars:
+def _bars(comparisons: list[Comparison], where: str) -> Bars:
     labels, dense, over = [], [], []
-    for one in comparisons:
-        for name in ("nestpipe serial", one["best"], one["best_peer"]):
-            labels.append(f"{_name(one)}: {name}")
-            over.append(max(0.0, one["over_dense_ms"][name]))
-            dense.append(one["timings"][name]["median_ms"] - over[-1])
+    for comparison in comparisons:
+        for name in (SERIAL, comparison.best, comparison.best_peer):
+            labels.append(f"{comparison.name}: {name}")
+            over.append(max(0.0, comparison.over_dense_ms[name]))
+            dense.append(comparison.timings[name].median_ms - over[-1])
     parts = {"dense part": dense, "tables: keys, rows, gradients, updates": over}
     return Bars(f"A step of nestpipe and of TorchRec, {where}", "ms", labels, parts)
 
 
-def _memory(comparisons: list[dict[str, Any]]) -> Table:
+def _memory(comparisons: list[Comparison]) -> Table:
     """Rows and optimizer state do not depend on the link."""
     rows = []
-    for one in {_name(one): one for one in reversed(comparisons)}.values():
-        ours, theirs = one["facts"]["nestpipe serial"], one["facts"][one["best_peer"]]
+    for comparison in {comparison.name: comparison for comparison in reversed(comparisons)}.values():
+        ours, theirs = comparison.facts[SERIAL], comparison.facts[comparison.best_peer]
         per_row = ours["table_bytes"] / max(1, ours["table_rows"])
         rows.append(
             (
-                _name(one),
+                comparison.name,
                 shown("{:,.0f}", ours["table_bytes"] / 1e6),
                 shown("{:,}", ours["table_rows"]),
                 shown("{:.0f}", per_row),
@@ -123,11 +125,6 @@ def _memory(comparisons: list[dict[str, Any]]) -> Table:
     return Table("Memory of tables and their optimizer state", columns, rows[::-1], note)
 
 
-def _name(one: Mapping[str, Any]) -> str:
-    return f"{one['workload']}, {one['keys']} keys"
-
-
-def _ms(one: Mapping[str, Any], name: str, *, of: str = "") -> str:
+def _ms(timing: Timing, *, of: str = "") -> str:
     """of: words that are put behind."""
-    timing = one["timings"][name]
-    return shown("{:.0f} ({:.0f})" + of, timing["median_ms"], timing["iqr_ms"])
+    return shown("{:.0f} ({:.0f})" + of, timing.median_ms, timing.iqr_ms)

@@ -100,7 +100,8 @@ class TorchRecSide:
             plan=_plan(network, sharders, sharding),
             sharders=sharders,
         )
-        self._weights = self._local_shards()
+        self._weights = self._local_weights()
+        self._sums = self._local_sums()
         parameters = (parameter for name, parameter in self.module.named_parameters() if name.startswith("tail."))
         self._pipeline = getattr(train_pipelines, PIPELINES[pipeline])(
             self.module, dense_optimizer(parameters), torch.device("cpu")
@@ -113,57 +114,49 @@ class TorchRecSide:
 
     def rows(self, table: str, keys: Tensor) -> Tensor:
         """Reads rows [len(keys), dim]. Collective: every worker asks for the same keys and gets the same rows."""
-        return self._read("weight", table, keys)
+        shards = self._shards(table)
+        width = torch.tensor([max((column + weight.shape[1] for _, column, weight in shards), default=1)])
+        dist.all_reduce(width, dist.ReduceOp.MAX)
+        rows = torch.zeros(len(keys), int(width))
+        for first, column, weight in shards:
+            mine = (keys >= first) & (keys < first + len(weight))
+            rows[mine, column : column + weight.shape[1]] = weight[keys[mine] - first]
+        dist.all_reduce(rows)
+        return rows
 
     def set_rows(self, table: str, keys: Tensor, values: Tensor) -> None:
         """Writes rows. Every worker must be given the same keys and values and keeps those that it owns."""
-        for first, column, weight in self._shards("weight", table):
+        for first, column, weight in self._shards(table):
             mine = (keys >= first) & (keys < first + len(weight))
             weight[keys[mine] - first] = values[mine, column : column + weight.shape[1]]
 
-    def row_sums(self, table: str, keys: Tensor) -> Tensor:
-        """Reads the AdaGrad sums [len(keys)] beside the rows; collective. Not for column-wise tables."""
-        return self._read("sum", table, keys)[:, 0]
-
     def facts(self) -> dict[str, Any]:
         """Bytes of rows and their optimizer state, on all workers. Collective."""
-        parts = [part for kind in self._weights.values() for shards in kind.values() for _, _, part in shards]
-        total = torch.tensor(sum(part.nbytes for part in parts))
+        weights = [weight for shards in self._weights.values() for _, _, weight in shards]
+        total = torch.tensor(sum(part.nbytes for part in (*weights, *self._sums)))
         dist.all_reduce(total)
         return {"table_bytes": int(total)}
 
-    def _read(self, what: str, table: str, keys: Tensor) -> Tensor:
-        shards = self._shards(what, table)
-        width = torch.tensor([max((column + part.shape[1] for _, column, part in shards), default=1)])
-        dist.all_reduce(width, dist.ReduceOp.MAX)
-        found = torch.zeros(len(keys), int(width))
-        for first, column, part in shards:
-            mine = (keys >= first) & (keys < first + len(part))
-            found[mine, column : column + part.shape[1]] = part[keys[mine] - first]
-        dist.all_reduce(found)
-        return found
+    def _shards(self, table: str) -> list[tuple[int, int, Tensor]]:
+        if table not in self._weights:
+            raise ValueError(f"no table {table!r}; there are {sorted(self._weights)}")
+        return self._weights[table]
 
-    def _shards(self, what: str, table: str) -> list[tuple[int, int, Tensor]]:
-        if table not in self._weights["weight"]:
-            raise ValueError(f"no table {table!r}; there are {sorted(self._weights['weight'])}")
-        return self._weights[what].get(table, [])  # optimizer state is listed on the workers that own a part of it
-
-    def _local_shards(self) -> dict[str, dict[str, list[tuple[int, int, Tensor]]]]:
+    def _local_weights(self) -> dict[str, list[tuple[int, int, Tensor]]]:
         """Per table: first row, first column and the memory itself of each shard on this worker."""
-        found: dict[str, dict[str, list[tuple[int, int, Tensor]]]] = {"weight": {}, "sum": {}}
-        for name, tensor in self.module.state_dict().items():
-            if name.startswith(("bags.", "lists.")):
-                shards = [(*shard.metadata.shard_offsets, shard.tensor.detach()) for shard in tensor.local_shards()]
-                found["weight"][name.split(".")[-2]] = shards
-        for state in self.module.fused_optimizer.state_dict()["state"].values():
-            for name, tensor in state.items():
-                if name.endswith(".momentum1"):
-                    table = name.removesuffix(".momentum1")
-                    found["sum"][table] = [
-                        (shard.metadata.shard_offsets[0], 0, shard.tensor.view(-1, 1))
-                        for shard in tensor.local_shards()
-                    ]
-        return found
+        return {
+            name.split(".")[-2]: [
+                (*shard.metadata.shard_offsets, shard.tensor.detach()) for shard in tensor.local_shards()
+            ]
+            for name, tensor in self.module.state_dict().items()
+            if name.startswith(("bags.", "lists."))
+        }
+
+    def _local_sums(self) -> list[Tensor]:
+        """The AdaGrad sums beside the rows of this worker."""
+        states = self.module.fused_optimizer.state_dict()["state"].values()
+        sums = {name: tensor for state in states for name, tensor in state.items() if name.endswith(".momentum1")}
+        return [shard.tensor for tensor in sums.values() for shard in tensor.local_shards()]
 
 
 @dataclasses.dataclass(eq=False)
@@ -192,17 +185,17 @@ class _Rows(Mapping[str, "Tensor | Jagged"]):
 
     def __init__(self, batch: Batch, pooled: Any, lists: Any) -> None:
         self._batch, self._pooled, self._lists = batch, pooled, lists
-        self._found: dict[str, Tensor | Jagged] | None = None
+        self._arrived: dict[str, Tensor | Jagged] | None = None
 
     def _all(self) -> dict[str, Tensor | Jagged]:
-        if self._found is None:
-            self._found = {}
+        if self._arrived is None:
+            self._arrived = {}
             if self._pooled is not None:
-                self._found |= _wait(self._pooled).to_dict()
+                self._arrived |= _wait(self._pooled).to_dict()
             if self._lists is not None:
                 for name, jagged in _wait(self._lists).items():
-                    self._found[name] = Jagged(jagged.values(), self._batch.keys[name].offsets)
-        return self._found
+                    self._arrived[name] = Jagged(jagged.values(), self._batch.keys[name].offsets)
+        return self._arrived
 
     def __getitem__(self, name: str) -> Tensor | Jagged:
         return self._all()[name]
@@ -322,12 +315,12 @@ def _plan(network: _Network, sharders: list[Any], sharding: str) -> ShardingPlan
 
 
 def _configs(network: _Network, name: str | None = None) -> list[Any]:
-    found: list[Any] = []
+    configs: list[Any] = []
     if network.bags is not None and name in (None, "bags"):
-        found += network.bags.embedding_bag_configs()
+        configs += network.bags.embedding_bag_configs()
     if network.lists is not None and name in (None, "lists"):
-        found += network.lists.embedding_configs()
-    return found
+        configs += network.lists.embedding_configs()
+    return configs
 
 
 def _peer_batches(batches: Sequence[Batch], features: Sequence[Feature]) -> list[_PeerBatch]:
