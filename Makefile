@@ -11,9 +11,9 @@ demo: .venv/ready
 	$(BIN)/nestpipe train examples/demo.toml --workers 2 --trace --out $(RUN)
 	@$(BIN)/nestpipe report $(RUN)
 
-# CI=1: hypothesis tries the same examples every time. Without it (pytest by hand) it looks for new ones.
+# Twice as many processes as cores here: tests mostly wait. CI=1: hypothesis tries the same examples every time. Without it (pytest by hand) it looks for new ones.
 test: .venv/ready lint
-	CI=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	CI=1 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
 
 # The pages of docs/ and the API from the docstrings, in site/index.html.
 docs: .venv/ready
