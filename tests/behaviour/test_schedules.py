@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import nestpipe.trainer
+import nestpipe.engine.worker
 from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Output, RowwiseAdagrad, Table, Trainer
 from nestpipe.arena import Arena
 from nestpipe.engine.buffers import DualBuffer
@@ -148,7 +148,7 @@ def random_delays(seed: int, rank: int, micro_batches: int) -> Around:
 
 def make(case: Case) -> tuple[Trainer, list[Feature], str]:
     tables, features = declared(case.tier, case.samples)
-    nestpipe.trainer.DiskStore = SmallHotSet
+    nestpipe.engine.worker.DiskStore = SmallHotSet
     # In memory where there is such a folder: the timing of a disk is not what is tested here. (It has no O_DIRECT, so the
     # files are read through the page cache; tests/store does it the other way.) An extent there is memory to be cleared.
     rowfile.EXTENT_BYTES = 1 << 20
@@ -166,6 +166,8 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
         storage=folder,
         check_freshness=case.check_freshness,
     )
+    disk = case.tier == "disk"  # else rows would never leave memory, and nothing of the file be tested
+    assert all(isinstance(store, SmallHotSet) == (disk and store.table.tier == "disk") for store in trainer.stores)
     if case.delays is not None:
         trainer.around = random_delays(case.delays, trainer.rank, case.micro_batches)
     return trainer, features, folder
