@@ -11,7 +11,8 @@ demo: .venv/ready
 	$(BIN)/nestpipe train examples/demo.toml --workers 2 --trace --out $(RUN)
 	@$(BIN)/nestpipe report $(RUN)
 
-# Twice as many processes as cores here: tests mostly wait. CI=1: hypothesis tries the same examples every time. Without it (pytest by hand) it looks for new ones.
+# Four processes, also on two cores: tests mostly wait. CI=1: hypothesis tries the same examples every time; without it (pytest by
+# hand) it looks for new ones.
 test: .venv/ready lint
 	CI=1 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
 
