@@ -178,13 +178,12 @@ def sum_of_squares(values: Tensor) -> Tensor:
     return total
 
 
-def prepare(rows: Tensor, grads: Tensor, *, scale: float, weight_decay: float, clip: float) -> Tensor:
-    """The gradients that an optimizer's rule sees."""
-    grads = grads * _f32(scale)
-    if clip > 0:
-        norm = _sqrt(sum_of_squares(grads))
-        shrink = torch.where(norm > _f32(clip), _f32(clip) / norm, _f32(1))
-        grads = grads * shrink[:, None]
+def prepare(rows: Tensor, grads: Tensor, *, scale: float, weight_decay: float, clip: float | Tensor) -> Tensor:
+    """The gradients that an optimizer's rule sees. clip: one for all rows, or one for each."""
+    grads, limit = grads * _f32(scale), torch.as_tensor(clip, dtype=torch.float32)
+    norm = _sqrt(sum_of_squares(grads))
+    shrink = torch.where((limit > 0) & (norm > limit), limit / norm, _f32(1))
+    grads = grads * shrink[:, None]
     return grads + _f32(weight_decay) * rows.float() if weight_decay > 0 else grads
 
 
@@ -214,6 +213,39 @@ def rowwise_adagrad(
     grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
     state = state + (sum_of_squares(grads) / _f32(grads.shape[1]))[:, None]
     return (rows.float() - _f32(lr) / (_sqrt(state) + _f32(eps)) * grads).to(rows.dtype), state
+
+
+def scaled_rowwise_adagrad(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
+    clip: float = 0.0, eps: float = 1e-20, c: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """state: one sum of mean squares per row."""
+    grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
+    state = state + (sum_of_squares(grads) / _f32(grads.shape[1]))[:, None]
+    return (rows.float() - _f32(lr) / _sqrt(state / _f32(c) + _f32(eps)) * grads).to(rows.dtype), state
+
+
+def row_scaled_adagrad(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
+    clip: float = 0.0, eps: float = 1e-20, num_replicas: int = 1, sharers: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """state: squares, cross, agreed; own, shared, moved, path. What each is stands at the kernel."""
+    squares, cross, agreed, own, shared, moved, path = state.T
+    replicas, one = _f32(num_replicas), _f32(1)
+    n = torch.full((len(rows),), float(num_replicas)) if sharers is None else sharers.float()
+    agree = torch.where(agreed > 0, (cross / agreed).clamp(0, 1), one)
+    limit = _f32(clip) / _sqrt(n * (one + (n - one) * agree) / (replicas * replicas))
+    grads = prepare(rows, grads, scale=scale, weight_decay=0.0, clip=limit)
+    if weight_decay > 0:
+        grads = grads + (_f32(weight_decay) * (replicas / n))[:, None] * rows.float()
+    square = sum_of_squares(grads) / _f32(grads.shape[1])
+    own, shared = own + square, shared + (n - one) * square
+    here = (one + shared / own) * (own + agree * shared) / (replicas * replicas)
+    total = squares + agree * agreed + torch.where(own > 0, here, _f32(0))
+    step = _f32(lr) / _sqrt(total + _f32(eps))
+    after = (rows.float() - step[:, None] * grads).to(rows.dtype)
+    movement = sum_of_squares(after.float() - rows.float()) / _f32(grads.shape[1])
+    return after, torch.stack([squares, cross, agreed, own, shared, moved + movement, path + _sqrt(movement)], 1)
 
 
 def adam(
