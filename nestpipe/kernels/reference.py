@@ -265,6 +265,44 @@ def adam(
     return rows_after.to(rows.dtype), torch.cat([first, second], 1)
 
 
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+def average(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, N, D] and [M, N, S] to [N, D] and [N, S]: means over the M replicas, summed in their order."""
+
+    def mean(values: Tensor) -> Tensor:
+        total = torch.zeros(values.shape[1:], dtype=torch.float64)
+        for value in values:
+            total = total + value.double()
+        return (total / len(values)).float().to(values.dtype)
+
+    return mean(rows), mean(state)
+
+
+def average_row_scaled(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the state that `row_scaled_adagrad` wants. The agreement of what replicas did is estimated pair by pair,
+    where the kernel has sums over all."""
+    before, num_replicas = state[0, :, :3].double(), len(rows)
+    _, cross, agreed = before.T
+    own, shared, moved, path = state.double().permute(2, 0, 1)[3:]  # each [M, N]
+    agree = torch.where(agreed > 0, (cross / agreed).clamp(0, 1), _f32(1))
+    found, possible, weight, window = (torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(4))
+    for m in range(num_replicas):
+        for other in range(m):
+            both = (moved[m] + moved[other]) / 2
+            found += both - (rows[m].double() - rows[other].double()).square().mean(1) / 2
+            possible += both - (path[m] - path[other]).square() / 2
+            weight += (moved[m] * moved[other]).sqrt()
+            window += 2 * (shared[m] * shared[other]).sqrt()
+    said = (agree + (found - agree * possible) / weight).clamp(-2, 2)
+    agree = torch.where(weight > 0, said, agree)
+    window /= ((shared > 0).sum(0) - 1).clamp(min=1)
+    learnt = torch.stack([own.sum(0), agree * window, window], 1) / num_replicas**2
+    after = torch.cat([before + learnt, torch.zeros(rows.shape[1], 4)], 1)
+    return average(rows, state)[0], after.float()
+
+
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
