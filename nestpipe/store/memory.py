@@ -45,10 +45,17 @@ class MemoryStore(TableStore):
         gather(self.rows, positions, NONE, out)
         self._read_unborn(keys, positions, out)
 
-    def update(self, positions: np.ndarray, grads: Gradients, scale: float, rows: Rows | None = None) -> None:
+    def update(
+        self,
+        positions: np.ndarray,
+        grads: Gradients,
+        scale: float,
+        rows: Rows | None = None,
+        sharers: np.ndarray = NONE,
+    ) -> None:
         """Applies the row optimizer once to distinct positions (of `rows`, or of the store's own), whose gradients are
-        summed and multiplied by scale."""
-        self._update(self.rows if rows is None else rows, positions, grads, scale)
+        summed and multiplied by scale. sharers: see Occasion."""
+        self._update(self.rows if rows is None else rows, positions, grads, scale, sharers)
 
     def words(self, positions: np.ndarray) -> np.ndarray:
         out = np.empty((len(positions), self.record_words), np.float32)

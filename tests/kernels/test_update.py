@@ -40,7 +40,7 @@ def run_kernel(name: str, records: Records, positions: np.ndarray, grads: Any, *
     if name == "scaled_rowwise_adagrad":
         own.append(f32(settings.get("c", 1.0)))
     elif name == "row_scaled_adagrad":
-        own += [int(settings.get("num_replicas", 1)), np.asarray(settings.get("sharers", ()), np.int32)]
+        own += [int(settings.get("num_replicas", 1)), np.asarray(settings.get("sharers", ()), np.int64)]
     gradients = grads if isinstance(grads, update.Gradients) else one_each(grads)
     getattr(update, name)(records.rows, positions, gradients, update.scratch_for(records.dim), *common, *own)
 
