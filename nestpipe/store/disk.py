@@ -9,7 +9,7 @@ import numpy as np
 
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import mix
-from nestpipe.kernels.rows import Rows, gather, one_chunk
+from nestpipe.kernels.rows import NONE, Rows, gather, one_chunk
 from nestpipe.kernels.update import Gradients
 from nestpipe.store.directory import Births, Directory
 from nestpipe.store.hotset import INDEX_BYTES, ROW_BYTES, HotSet
@@ -77,7 +77,7 @@ class DiskStore(TableStore):
         positions, self.births = self.directory.resolve(keys, step)
         for births in self.births:
             self._expect(births)
-        self._mark(positions, step)
+        self.mark(positions, step)
         return positions
 
     def fill(self, positions: np.ndarray, records: np.ndarray, wanted: np.ndarray) -> None:
@@ -94,11 +94,18 @@ class DiskStore(TableStore):
         self.hits += hits
         self.reads += reads
 
-    def update(self, positions: np.ndarray, grads: Gradients, scale: float, rows: Rows | None = None) -> None:
+    def update(
+        self,
+        positions: np.ndarray,
+        grads: Gradients,
+        scale: float,
+        rows: Rows | None = None,
+        sharers: np.ndarray = NONE,
+    ) -> None:
         """Applies the row optimizer once to distinct positions of `rows`, the batch's buffer, whose gradients are summed
-        and multiplied by scale."""
+        and multiplied by scale. sharers: see MemoryStore."""
         assert rows is not None, "the rows of a disk table are in the batch's buffer"
-        self._update(rows, positions, grads, scale)
+        self._update(rows, positions, grads, scale, sharers)
 
     def write_back(self, positions: np.ndarray, records: np.ndarray) -> None:
         """Stores the records of a finished batch. What an error leaves unfinished may be written back again."""
@@ -138,7 +145,7 @@ class DiskStore(TableStore):
         self._fit(keys)
         positions = self.directory.restore(keys, rows[:, self.record_words :], shared=shared)
         self._hot.put(positions, np.ascontiguousarray(rows[:, : self.record_words]))
-        self._mark(positions, 0)
+        self.mark(positions, 0)
 
     def put_sightings(self, keys: np.ndarray, counts: np.ndarray) -> None:
         self._fit(keys)

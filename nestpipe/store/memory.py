@@ -37,7 +37,7 @@ class MemoryStore(TableStore):
         self._chunks.reserve(self.directory.used)
         for births in self.births:
             self._bear(self.rows, births)
-        self._mark(positions, step)
+        self.mark(positions, step)
         return positions
 
     def read(self, keys: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
@@ -45,10 +45,17 @@ class MemoryStore(TableStore):
         gather(self.rows, positions, NONE, out)
         self._read_unborn(keys, positions, out)
 
-    def update(self, positions: np.ndarray, grads: Gradients, scale: float, rows: Rows | None = None) -> None:
+    def update(
+        self,
+        positions: np.ndarray,
+        grads: Gradients,
+        scale: float,
+        rows: Rows | None = None,
+        sharers: np.ndarray = NONE,
+    ) -> None:
         """Applies the row optimizer once to distinct positions (of `rows`, or of the store's own), whose gradients are
-        summed and multiplied by scale."""
-        self._update(self.rows if rows is None else rows, positions, grads, scale)
+        summed and multiplied by scale. sharers: how many replicas do so with gradients of their own, if they are averaged."""
+        self._update(self.rows if rows is None else rows, positions, grads, scale, sharers)
 
     def words(self, positions: np.ndarray) -> np.ndarray:
         out = np.empty((len(positions), self.record_words), np.float32)
@@ -59,7 +66,7 @@ class MemoryStore(TableStore):
         positions = self.directory.restore(keys, rows[:, self.record_words :], shared=shared)
         self._chunks.reserve(self.directory.used)
         records.put(np.ascontiguousarray(rows[:, : self.record_words]), positions, self._chunks.raw)
-        self._mark(positions, 0)
+        self.mark(positions, 0)
 
     def stats(self) -> StoreStats:
         self.directory.sweep()

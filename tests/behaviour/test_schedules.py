@@ -60,6 +60,7 @@ class Case:
     pause_every: int | None = None
     check_freshness: bool = False
     broken_sync: bool = False
+    replicas: int = 1
 
 
 class SmallHotSet(DiskStore):
@@ -163,6 +164,7 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
         window_cache=case.window_cache,
         clustering=case.clustering,
         look_ahead=case.look_ahead,
+        replicas=case.replicas,
         storage=folder,
         check_freshness=case.check_freshness,
     )
