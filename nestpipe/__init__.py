@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from nestpipe.batch import Batch, Jagged, Output
     from nestpipe.engine.context import StepResult
     from nestpipe.errors import TrainingError
-    from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+    from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad, ScaledRowwiseAdagrad
     from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform
     from nestpipe.trainer import FitResult, Trainer
 
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "Batch", "Eviction", "Feature", "FitResult", "Jagged", "Normal", "Output",
-    "RowwiseAdagrad", "StepResult", "Table", "Trainer", "TrainingError", "Uniform",
+    "RowwiseAdagrad", "ScaledRowwiseAdagrad", "StepResult", "Table", "Trainer", "TrainingError", "Uniform",
 ]  # fmt: skip
 
 # Where each stands. Imported when it is first asked for: torch takes seconds, and `nestpipe --help` needs none of it.
@@ -27,7 +27,7 @@ _HOMES = {
     "batch": ("Batch", "Jagged", "Output"),
     "engine.context": ("StepResult",),
     "errors": ("TrainingError",),
-    "optim": ("SGD", "Adagrad", "Adam", "RowwiseAdagrad"),
+    "optim": ("SGD", "Adagrad", "Adam", "RowwiseAdagrad", "ScaledRowwiseAdagrad"),
     "tables": ("Eviction", "Feature", "Normal", "Table", "Uniform"),
     "trainer": ("FitResult", "Trainer"),
 }

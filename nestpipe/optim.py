@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def _is_number(value: Any, *, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,14 +30,27 @@ class RowOptimizer:
     clip: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-                raise ValueError(f"{type(self).__name__}: {field.name} must be a finite number >= 0, got {value!r}")
+        self._check_numbers(field.name for field in dataclasses.fields(self))
+
+    def _check_numbers(self, names: Iterable[str]) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not _is_number(value, least=0):
+                raise ValueError(f"{type(self).__name__}: {name} must be a finite number >= 0, got {value!r}")
 
     def state_floats(self, dim: int) -> int:
         """How many float32 of state lie beside a row of `dim` values."""
         return 0
+
+    @property
+    def first_state(self) -> float:
+        """What every float of state of a newborn row is: the setting `initial` if there is one, else 0."""
+        return getattr(self, "initial", 0.0)
+
+    @property
+    def state_kind(self) -> str:
+        """What a checkpoint calls the state; one with another name does not fit."""
+        return type(self).__name__
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +81,56 @@ class RowwiseAdagrad(RowOptimizer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledRowwiseAdagrad(RowOptimizer):
+    """sum += mean(grad^2); row -= lr * grad / sqrt(sum / c + eps): row-wise AdaGrad for a table that M groups of workers
+    hold a replica of each, update with the gradients of their own samples, and average every few steps.
+
+    A replica's gradients are larger and noisier than their mean over all groups, so its sum grows too fast. With c = 1 a row
+    that few groups use, or on which they disagree, takes steps up to sqrt(M) times shorter than in one table that all groups
+    share. With c = M these are right, but a row on which the groups agree takes steps sqrt(M) times longer. docs/two_d.md has
+    the figures. Without replicas c is 1, whatever `scale` says.
+
+    eps: under the root. The default is that of RowwiseAdagrad, squared.
+    initial: what the sum starts with.
+    scale: c. "replicas" is M, as published. "row" estimates it for each row from how many groups use the row and how much
+        their gradients agree; it also makes `clip` and `weight_decay` act as they would on the mean gradient. State beside a
+        row is then 7 floats instead of 1. A number of at least 1 is c itself.
+    """
+
+    eps: float = 1e-20
+    initial: float = 0.0
+    scale: float | str = "replicas"
+
+    def __post_init__(self) -> None:
+        self._check_numbers(field.name for field in dataclasses.fields(self) if field.name != "scale")
+        if self.scale not in ("replicas", "row") and not _is_number(self.scale, least=1):
+            raise ValueError(
+                f"{type(self).__name__}: scale must be 'replicas', 'row' or a finite number >= 1, got {self.scale!r}"
+            )
+
+    @property
+    def is_by_row(self) -> bool:
+        return self.scale == "row"
+
+    def divisor(self, num_replicas: int) -> float:
+        """c, where it is the same for all rows."""
+        if num_replicas == 1:
+            return 1.0
+        return float(num_replicas if self.scale == "replicas" else self.scale)
+
+    def state_floats(self, dim: int) -> int:
+        return 7 if self.is_by_row else 1
+
+    @property
+    def first_state(self) -> float:
+        return 0.0 if self.is_by_row else self.initial  # by row it stands beside eps under the root
+
+    @property
+    def state_kind(self) -> str:
+        return f"{type(self).__name__} by row" if self.is_by_row else type(self).__name__
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(RowOptimizer):
     """Lazy Adam: both moments move only when the row is touched; bias correction counts the table's updates
     (as torch.optim.SparseAdam)."""
@@ -84,5 +153,6 @@ OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     "sgd": SGD,
     "adagrad": Adagrad,
     "rowwise_adagrad": RowwiseAdagrad,
+    "scaled_rowwise_adagrad": ScaledRowwiseAdagrad,
     "adam": Adam,
 }

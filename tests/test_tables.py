@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nestpipe.errors import did_you_mean
-from nestpipe.optim import OPTIMIZERS, SGD, Adagrad, Adam, RowwiseAdagrad
+from nestpipe.optim import OPTIMIZERS, Adagrad, Adam, RowwiseAdagrad, ScaledRowwiseAdagrad
 from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform, check_declarations
 
 
@@ -55,7 +55,7 @@ def test_a_bad_pooling_is_refused_with_the_feature() -> None:
         Feature("liked", "item", pooling="max")
 
 
-@pytest.mark.parametrize("kind", [SGD, Adagrad, RowwiseAdagrad, Adam])
+@pytest.mark.parametrize("kind", OPTIMIZERS.values())
 @pytest.mark.parametrize("value", [-0.1, math.nan, "0.1", None, True])
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "clip"])
 def test_a_bad_optimizer_setting_is_refused_by_name_with_the_value(kind, name: str, value) -> None:
@@ -78,8 +78,22 @@ def test_state_beside_a_row_is_what_each_optimizer_needs() -> None:
         "sgd": 0,
         "adagrad": 10,
         "rowwise_adagrad": 1,
+        "scaled_rowwise_adagrad": 1,
         "adam": 20,
     }
+    assert ScaledRowwiseAdagrad(scale="row").state_floats(10) == 7
+
+
+@pytest.mark.parametrize("scale", [0.5, 0, -1, math.inf, math.nan, "rows", "", None, True])
+def test_a_scale_that_is_neither_a_number_nor_a_word_for_one_is_refused(scale) -> None:
+    told = rf"^ScaledRowwiseAdagrad: scale must be 'replicas', 'row' or a finite number >= 1, got {scale!r}$"
+    with pytest.raises(ValueError, match=told):
+        ScaledRowwiseAdagrad(scale=scale)
+
+
+def test_every_scale_is_one_without_replicas() -> None:
+    assert [ScaledRowwiseAdagrad(scale=scale).divisor(1) for scale in (1, 2.5, "replicas")] == [1, 1, 1]
+    assert [ScaledRowwiseAdagrad(scale=scale).divisor(4) for scale in (1, 2.5, "replicas")] == [1, 2.5, 4]
 
 
 ITEM, USER = Table("item", dim=8), Table("user", dim=4)

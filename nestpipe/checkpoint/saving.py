@@ -270,7 +270,7 @@ def declared(store: TableStore) -> dict[str, Any]:
         "name": table.name,
         "dim": table.dim,
         "dtype": str(table.dtype),
-        "optimizer": type(table.optimizer).__name__,
+        "optimizer": table.optimizer.state_kind,
         "counters": table.eviction is not None,
         "admit_after": table.admit_after,
         "seed": store.seed,

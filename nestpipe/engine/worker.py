@@ -111,7 +111,7 @@ class Worker:
     def _open_stores(self, plan: ExchangePlan) -> list[Store]:
         def open_all() -> list[Store]:
             stores: list[Store] = []
-            for table, owners, peers in zip(plan.tables, plan.owners, plan.peers, strict=True):
+            for k, (table, owners, peers) in enumerate(zip(plan.tables, plan.owners, plan.peers, strict=True)):
                 store: Store
                 if table.tier == "memory":
                     store = MemoryStore(table, seed=self._seed, owners=owners)
@@ -120,6 +120,8 @@ class Worker:
                     self._opened.callback(store.close)
                 if len(peers) > 1:
                     store.share = peers.tolist().index(self.rank), len(peers)
+                if plan.is_averaged(k):
+                    store.replicas = len(peers)
                 stores.append(store)
             return stores
 

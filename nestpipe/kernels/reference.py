@@ -178,13 +178,12 @@ def sum_of_squares(values: Tensor) -> Tensor:
     return total
 
 
-def prepare(rows: Tensor, grads: Tensor, *, scale: float, weight_decay: float, clip: float) -> Tensor:
-    """The gradients that an optimizer's rule sees."""
-    grads = grads * _f32(scale)
-    if clip > 0:
-        norm = _sqrt(sum_of_squares(grads))
-        shrink = torch.where(norm > _f32(clip), _f32(clip) / norm, _f32(1))
-        grads = grads * shrink[:, None]
+def prepare(rows: Tensor, grads: Tensor, *, scale: float, weight_decay: float, clip: float | Tensor) -> Tensor:
+    """The gradients that an optimizer's rule sees. clip: one for all rows, or one for each."""
+    grads, limit = grads * _f32(scale), torch.as_tensor(clip, dtype=torch.float32)
+    norm = _sqrt(sum_of_squares(grads))
+    shrink = torch.where((limit > 0) & (norm > limit), limit / norm, _f32(1))
+    grads = grads * shrink[:, None]
     return grads + _f32(weight_decay) * rows.float() if weight_decay > 0 else grads
 
 
@@ -216,6 +215,39 @@ def rowwise_adagrad(
     return (rows.float() - _f32(lr) / (_sqrt(state) + _f32(eps)) * grads).to(rows.dtype), state
 
 
+def scaled_rowwise_adagrad(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
+    clip: float = 0.0, eps: float = 1e-20, c: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """state: one sum of mean squares per row."""
+    grads = prepare(rows, grads, scale=scale, weight_decay=weight_decay, clip=clip)
+    state = state + (sum_of_squares(grads) / _f32(grads.shape[1]))[:, None]
+    return (rows.float() - _f32(lr) / _sqrt(state / _f32(c) + _f32(eps)) * grads).to(rows.dtype), state
+
+
+def row_scaled_adagrad(
+    rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
+    clip: float = 0.0, eps: float = 1e-20, num_replicas: int = 1, sharers: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """state: squares, cross, agreed; own, shared, moved, path. What each is stands at the kernel."""
+    squares, cross, agreed, own, shared, moved, path = state.T
+    replicas, one = _f32(num_replicas), _f32(1)
+    n = torch.full((len(rows),), float(num_replicas)) if sharers is None else sharers.float()
+    agree = torch.where(agreed > 0, (cross / agreed).clamp(0, 1), one)
+    limit = _f32(clip) / _sqrt(n * (one + (n - one) * agree) / (replicas * replicas))
+    grads = prepare(rows, grads, scale=scale, weight_decay=0.0, clip=limit)
+    if weight_decay > 0:
+        grads = grads + (_f32(weight_decay) * (replicas / n))[:, None] * rows.float()
+    square = sum_of_squares(grads) / _f32(grads.shape[1])
+    own, shared = own + square, shared + (n - one) * square
+    here = (one + shared / own) * (own + agree * shared) / (replicas * replicas)
+    total = squares + agree * agreed + torch.where(own > 0, here, _f32(0))
+    step = _f32(lr) / _sqrt(total + _f32(eps))
+    after = (rows.float() - step[:, None] * grads).to(rows.dtype)
+    movement = sum_of_squares(after.float() - rows.float()) / _f32(grads.shape[1])
+    return after, torch.stack([squares, cross, agreed, own, shared, moved + movement, path + _sqrt(movement)], 1)
+
+
 def adam(
     rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
     clip: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, updates: int = 1,
@@ -231,6 +263,44 @@ def adam(
     corrected = float(_f32(lr)) * math.sqrt(1.0 - beta2**updates) / (1.0 - beta1**updates)
     rows_after = rows.float() - _f32(corrected) * first / (_sqrt(second) + _f32(eps))
     return rows_after.to(rows.dtype), torch.cat([first, second], 1)
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+def average(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, N, D] and [M, N, S] to [N, D] and [N, S]: means over the M replicas, summed in their order."""
+
+    def mean(values: Tensor) -> Tensor:
+        total = torch.zeros(values.shape[1:], dtype=torch.float64)
+        for value in values:
+            total = total + value.double()
+        return (total / len(values)).float().to(values.dtype)
+
+    return mean(rows), mean(state)
+
+
+def average_row_scaled(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the state that `row_scaled_adagrad` wants. The agreement of what replicas did is estimated pair by pair,
+    where the kernel has sums over all."""
+    before, num_replicas = state[0, :, :3].double(), len(rows)
+    _, cross, agreed = before.T
+    own, shared, moved, path = state.double().permute(2, 0, 1)[3:]  # each [M, N]
+    agree = torch.where(agreed > 0, (cross / agreed).clamp(0, 1), _f32(1))
+    found, possible, weight, window = (torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(4))
+    for m in range(num_replicas):
+        for other in range(m):
+            both = (moved[m] + moved[other]) / 2
+            found += both - (rows[m].double() - rows[other].double()).square().mean(1) / 2
+            possible += both - (path[m] - path[other]).square() / 2
+            weight += (moved[m] * moved[other]).sqrt()
+            window += 2 * (shared[m] * shared[other]).sqrt()
+    said = (agree + (found - agree * possible) / weight).clamp(-2, 2)
+    agree = torch.where(weight > 0, said, agree)
+    window /= ((shared > 0).sum(0) - 1).clamp(min=1)
+    learnt = torch.stack([own.sum(0), agree * window, window], 1) / num_replicas**2
+    after = torch.cat([before + learnt, torch.zeros(rows.shape[1], 4)], 1)
+    return average(rows, state)[0], after.float()
 
 
 # -- records ---------------------------------------------------------------------------------------------------------

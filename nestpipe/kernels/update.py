@@ -213,6 +213,102 @@ def rowwise_adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, cl
 
 
 @inlined
+def _scaled_rowwise_adagrad(row, grad, total, lr, eps, c):
+    total[0] += _sum_of_squares(grad) / np.float32(len(row))
+    step = lr / np.float32(math.sqrt(total[0] / c + eps))
+    for d in range(len(row)):
+        row[d] -= step * grad[d]
+
+
+@kernel
+def scaled_rowwise_adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, clip, eps, c):
+    grad, row = scratch
+    dim = len(row)
+    for i in range(len(positions)):
+        ask_ahead(rows, positions, i, dim * 4 + 4)
+        here = address(rows, positions[i])
+        total = carray(float_pointer(state_address(rows, here, dim)), 1)
+        sum_gradient(grads, i, scale, grad)
+        if rows.half:
+            load_half(here, row)
+            clip_and_decay(row, weight_decay, clip, grad)
+            _scaled_rowwise_adagrad(row, grad, total, lr, eps, c)
+            save_half(here, row)
+        else:
+            values = carray(float_pointer(here), dim)
+            clip_and_decay(values, weight_decay, clip, grad)
+            _scaled_rowwise_adagrad(values, grad, total, lr, eps, c)
+
+
+# State of row_scaled_adagrad; docs/two_d.md says what it is for. Here g is the gradient of one replica, gbar the mean over all M
+# (0 from those that do not touch the row), |.|^2 and products are means over the values of the row, and n is how many replicas
+# touch the row in a step. The first three are the same in all replicas; they are sums over the steps up to the last averaging:
+SQUARES = 0  # of |g|^2 / M^2, over replicas: what |gbar|^2 would be if no two replicas agreed
+CROSS = 1  # of g * g' / M^2, over pairs of replicas, as estimated: the rest of |gbar|^2
+AGREED = 2  # what CROSS would be if all replicas agreed
+# The others are this replica's sums since then; averaging uses them and starts them again from zero:
+OWN = 3  # of |g|^2
+SHARED = 4  # of (n - 1) * |g|^2
+MOVED = 5  # of the squares of the row's movements
+PATH = 6  # of their lengths
+ROW_SCALED_FLOATS = 7
+
+
+@inlined
+def agreement(state):
+    """How much gradients of two replicas agree: 0 not at all, 1 they are the same; 1 while nothing is known, which is safe."""
+    known = state[AGREED] > 0
+    return min(max(state[CROSS] / state[AGREED], np.float32(0)), np.float32(1)) if known else np.float32(1)
+
+
+@inlined
+def _row_scaled_adagrad(row, grad, state, lr, weight_decay, clip, eps, replicas, n, half):
+    """|gbar|^2 of a step is estimated by n * (1 + (n - 1) * agreement) / M^2 * |g|^2."""
+    agree, one = agreement(state), np.float32(1)
+    share = n * (one + (n - one) * agree) / (replicas * replicas)
+    # Of n replicas' decay only n / M is left after averaging, and the limit is one of gbar.
+    clip_and_decay(row, weight_decay * (replicas / n), clip / np.float32(math.sqrt(share)), grad)
+    square = _sum_of_squares(grad) / np.float32(len(row))
+    state[OWN] += square
+    state[SHARED] += (n - one) * square
+    own, shared = state[OWN], state[SHARED]
+    total = state[SQUARES] + agree * state[AGREED]
+    if own > 0:
+        total += (one + shared / own) * (own + agree * shared) / (replicas * replicas)
+    step = lr / np.float32(math.sqrt(total + eps))
+    for d in range(len(row)):
+        before = row[d]
+        row[d] -= step * grad[d]
+        if half:
+            row[d] = widen(narrow(row[d]))  # what is lost in rounding has not moved
+        grad[d] = row[d] - before
+    moved = _sum_of_squares(grad) / np.float32(len(row))
+    state[MOVED] += moved
+    state[PATH] += np.float32(math.sqrt(moved))
+
+
+@kernel
+def row_scaled_adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, clip, eps, num_replicas, sharers):
+    """sharers[i]: how many of the replicas touch row i in this batch, this one included; empty: all, the shortest step."""
+    grad, row = scratch
+    dim = len(row)
+    replicas = np.float32(num_replicas)
+    for i in range(len(positions)):
+        ask_ahead(rows, positions, i, (dim + ROW_SCALED_FLOATS) * 4)
+        here = address(rows, positions[i])
+        state = carray(float_pointer(state_address(rows, here, dim)), ROW_SCALED_FLOATS)
+        n = np.float32(sharers[i]) if len(sharers) else replicas
+        sum_gradient(grads, i, scale, grad)
+        if rows.half:
+            load_half(here, row)
+            _row_scaled_adagrad(row, grad, state, lr, weight_decay, clip, eps, replicas, n, True)
+            save_half(here, row)
+        else:
+            values = carray(float_pointer(here), dim)
+            _row_scaled_adagrad(values, grad, state, lr, weight_decay, clip, eps, replicas, n, False)
+
+
+@inlined
 def _adam(row, grad, moments, step, beta1, beta2, eps):
     keep1, keep2 = np.float32(beta1), np.float32(beta2)
     take1, take2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)

@@ -103,7 +103,7 @@ class DiskStore(TableStore):
         sharers: np.ndarray = NONE,
     ) -> None:
         """Applies the row optimizer once to distinct positions of `rows`, the batch's buffer, whose gradients are summed
-        and multiplied by scale. sharers: see MemoryStore."""
+        and multiplied by scale. sharers: see Occasion."""
         assert rows is not None, "the rows of a disk table are in the batch's buffer"
         self._update(rows, positions, grads, scale, sharers)
 

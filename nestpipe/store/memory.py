@@ -54,7 +54,7 @@ class MemoryStore(TableStore):
         sharers: np.ndarray = NONE,
     ) -> None:
         """Applies the row optimizer once to distinct positions (of `rows`, or of the store's own), whose gradients are
-        summed and multiplied by scale. sharers: how many replicas do so with gradients of their own, if they are averaged."""
+        summed and multiplied by scale. sharers: see Occasion."""
         self._update(self.rows if rows is None else rows, positions, grads, scale, sharers)
 
     def words(self, positions: np.ndarray) -> np.ndarray:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nestpipe.kernels import records, update
+from nestpipe.kernels.average import average, average_row_scaled
 from nestpipe.kernels.compact import CompactIndex
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import shards
 from nestpipe.kernels.rows import NONE, Rows, birth, first_rows
 from nestpipe.kernels.update import Gradients
-from nestpipe.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, ScaledRowwiseAdagrad
 from nestpipe.store.directory import BLOCK, Births, Directory
 from nestpipe.tables import Normal, Table
 
@@ -21,28 +22,52 @@ ALONE = np.zeros(1, np.int64)  # owners of a table that only worker 0 holds
 
 Pairs = tuple[np.ndarray, np.ndarray]
 
-# The kernel of each row optimizer, and the arguments that only it has, from the optimizer and the number of updates so far.
-Rule = tuple[Callable[..., None], Callable[[Any, int], tuple[Any, ...]]]
+
+class Occasion(NamedTuple):
+    """What an update may depend on, besides the optimizer's settings.
+
+    updates: of the table, this one included.
+    replicas: how many groups of workers hold the table; see docs/two_d.md.
+    sharers: int64, for each row how many of them update it in this batch, this one included; empty if nobody has counted.
+    """
+
+    updates: int
+    replicas: int
+    sharers: np.ndarray
+
+
+# The kernel of each row optimizer, and the arguments that only it has.
+Rule = tuple[Callable[..., None], Callable[[Any, Occasion], tuple[Any, ...]]]
 UPDATES: dict[type[RowOptimizer], Rule] = {
-    SGD: (update.sgd, lambda optimizer, updates: ()),
-    Adagrad: (update.adagrad, lambda optimizer, updates: (np.float32(optimizer.eps),)),
-    RowwiseAdagrad: (update.rowwise_adagrad, lambda optimizer, updates: (np.float32(optimizer.eps),)),
+    SGD: (update.sgd, lambda optimizer, now: ()),
+    Adagrad: (update.adagrad, lambda optimizer, now: (np.float32(optimizer.eps),)),
+    RowwiseAdagrad: (update.rowwise_adagrad, lambda optimizer, now: (np.float32(optimizer.eps),)),
+    ScaledRowwiseAdagrad: (
+        update.scaled_rowwise_adagrad,
+        lambda optimizer, now: (np.float32(optimizer.eps), np.float32(optimizer.divisor(now.replicas))),
+    ),
     Adam: (
         update.adam,
-        lambda optimizer, updates: (
+        lambda optimizer, now: (
             float(optimizer.beta1),
             float(optimizer.beta2),
             np.float32(optimizer.eps),
-            updates,
+            now.updates,
         ),
     ),
 }
+BY_ROW: Rule = (  # of ScaledRowwiseAdagrad(scale="row")
+    update.row_scaled_adagrad,
+    lambda optimizer, now: (np.float32(optimizer.eps + optimizer.initial), now.replicas, now.sharers),
+)
 
 
 def _rule_of(table: Table) -> Rule:
-    for kind in type(table.optimizer).__mro__:
+    optimizer = table.optimizer
+    for kind in type(optimizer).__mro__:
         if kind in UPDATES:
-            return UPDATES[kind]
+            is_by_row = isinstance(optimizer, ScaledRowwiseAdagrad) and optimizer.is_by_row
+            return BY_ROW if is_by_row and kind is ScaledRowwiseAdagrad else UPDATES[kind]
     raise ValueError(
         f"table {table.name!r}: optimizer {type(table.optimizer).__name__} has no kernel; register one in "
         f"nestpipe.store.table_store.UPDATES, see docs/extending.md"
@@ -86,6 +111,7 @@ class TableStore:
         self.directory = directory
         self.births: list[Births] = []  # of the last resolve
         self.updates = 0
+        self.replicas = 1  # groups of workers that hold the table
         self.lr = table.optimizer.lr
         self.half = table.dtype.itemsize == 2
         self._value_words = (table.dim + 1) // 2 if self.half else table.dim
@@ -132,12 +158,19 @@ class TableStore:
     def _update(
         self, rows: Rows, positions: np.ndarray, grads: Gradients, scale: float, sharers: np.ndarray = NONE
     ) -> None:
+        assert len(sharers) in (0, len(positions))
         self.updates += 1
         optimizer, f32 = self.table.optimizer, np.float32
         common = (rows, positions, grads, self._update_scratch, f32(scale), f32(self.lr),
                   f32(optimizer.weight_decay), f32(optimizer.clip))  # fmt: skip
         apply, own_arguments = self._rule
-        apply(*common, *own_arguments(optimizer, self.updates))
+        apply(*common, *own_arguments(optimizer, Occasion(self.updates, self.replicas, sharers)))
+
+    def average(self, records_MNW: np.ndarray, out_NW: np.ndarray) -> None:
+        """out_NW = what the replicas' `words` of N rows become when they are averaged: values and optimizer state."""
+        assert records_MNW.shape[1:] == out_NW.shape and out_NW.shape[1] == self.record_words
+        average_records = average_row_scaled if self._rule is BY_ROW else average
+        average_records(records_MNW, self.table.dim, self.half, out_NW)
 
     # -- first values ------------------------------------------------------------------------------------------------
 
@@ -148,7 +181,7 @@ class TableStore:
     def _bear(self, rows: Rows, births: Births) -> None:
         """Writes first values and first state at births.positions of rows."""
         normal, a, b = self._init()
-        initial = np.float32(getattr(self.table.optimizer, "initial", 0.0))
+        initial = np.float32(self.table.optimizer.first_state)
         birth(rows, births.seed, births.keys, births.positions, normal, a, b, initial,
               self._state_floats, self._birth_scratch)  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import load_file as load_arrays
 from torch import Tensor, nn
 
-from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, Table, Trainer
+from nestpipe import SGD, Adagrad, Adam, Batch, Eviction, Feature, Jagged, ScaledRowwiseAdagrad, Table, Trainer
 from nestpipe.checkpoint import loading, saving
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
@@ -188,6 +188,14 @@ def test_a_table_declared_otherwise_is_refused(
     trainer = Trainer(Model(), tables, features, dense_optimizer=torch.optim.SGD)
     with pytest.raises(ValueError, match=message):
         trainer.load(saved[0])
+
+
+def test_a_scale_for_each_row_is_another_state_and_another_number_is_not() -> None:
+    def name(scale: Any) -> str:
+        table = Table("item", 4, optimizer=ScaledRowwiseAdagrad(scale=scale))
+        return saving.declared(MemoryStore(table, seed=0))["optimizer"]
+
+    assert name("row") != name("replicas") == name(2.0) == "ScaledRowwiseAdagrad"
 
 
 def test_a_trainer_that_has_trained_does_not_load(saved: tuple[Path, dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nestpipe import SGD, Adam, Eviction, Feature, Normal, Uniform, config
+from nestpipe import SGD, Adam, Eviction, Feature, Normal, ScaledRowwiseAdagrad, Uniform, config
 from nestpipe.models import DLRM, HSTU
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
@@ -72,6 +72,12 @@ def test_every_entry_of_a_table_arrives() -> None:
     plain = built(SEQUENCES, "tables.item.init={normal=1}", "tables.item.optimizer=sgd").tables[0]
     assert (plain.init, plain.optimizer, plain.eviction) == (Normal(1), SGD(), None)
     assert [built(SEQUENCES, *more).tables[0].owners for more in ((), ("tables.item.owners=all",))] == [None, None]
+
+
+def test_the_scale_of_an_optimizer_is_a_number_or_a_word() -> None:
+    for text, scale in (("2.5", 2.5), ("row", "row")):
+        made = built(SEQUENCES, "tables.item.optimizer=scaled_rowwise_adagrad", f"tables.item.scale={text}")
+        assert made.tables[0].optimizer == ScaledRowwiseAdagrad(scale=scale)
 
 
 def test_the_dense_optimizer_has_its_settings() -> None:

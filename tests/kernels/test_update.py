@@ -11,24 +11,36 @@ from hypothesis import strategies as st
 from nestpipe.kernels import reference, update
 from tests.kernels.cases import Records, few, floats, int64, one_each, same_bits, seeds
 
-OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
+STATE_FLOATS = {
+    "sgd": lambda dim: 0,
+    "adagrad": lambda dim: dim,
+    "rowwise_adagrad": lambda dim: 1,
+    "scaled_rowwise_adagrad": lambda dim: 1,
+    "row_scaled_adagrad": lambda dim: 7,
+    "adam": lambda dim: 2 * dim,
+}
+OPTIMIZERS = list(STATE_FLOATS)
 
 
 def state_floats(name: str, dim: int) -> int:
-    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim}[name]
+    return STATE_FLOATS[name](dim)
 
 
-def run_kernel(name: str, records: Records, positions: np.ndarray, grads: Any, **settings: float) -> None:
+def run_kernel(name: str, records: Records, positions: np.ndarray, grads: Any, **settings: Any) -> None:
     """Calls the kernel as the store does: settings as float32 except for the betas of Adam."""
     f32 = np.float32
     common = [f32(settings.get(setting, usual)) for setting, usual in
               (("scale", 1.0), ("lr", 0.1), ("weight_decay", 0.0), ("clip", 0.0))]  # fmt: skip
-    own: list[float] = []
+    own: list[Any] = []
     if name == "adam":
         betas = settings.get("beta1", 0.9), settings.get("beta2", 0.999)
         own = [*betas, f32(settings.get("eps", 1e-8)), int(settings.get("updates", 1))]
     elif name != "sgd":
         own = [f32(settings.get("eps", 1e-10))]
+    if name == "scaled_rowwise_adagrad":
+        own.append(f32(settings.get("c", 1.0)))
+    elif name == "row_scaled_adagrad":
+        own += [int(settings.get("num_replicas", 1)), np.asarray(settings.get("sharers", ()), np.int64)]
     gradients = grads if isinstance(grads, update.Gradients) else one_each(grads)
     getattr(update, name)(records.rows, positions, gradients, update.scratch_for(records.dim), *common, *own)
 
@@ -56,6 +68,12 @@ def test_optimizer_equals_the_reference_bit_for_bit(name, seed, dim, n, half, se
         settings = settings | {"updates": updates, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6}
     elif name != "sgd":
         settings = settings | {"eps": 1e-5}
+    if name == "scaled_rowwise_adagrad":
+        settings = settings | {"c": updates % 9 + 1}
+    elif name == "row_scaled_adagrad":
+        replicas = (1, 2, 3, 8)[updates % 4]
+        sharers = torch.from_numpy(rng.integers(1, replicas + 1, n)) if updates % 3 else None
+        settings = settings | {"num_replicas": replicas} | ({} if sharers is None else {"sharers": sharers})
     rows = torch.from_numpy(floats(rng, 15, dim)).to(torch.bfloat16 if half else torch.float32)
     state = torch.from_numpy(floats(rng, 15, state_floats(name, dim))).abs()
     records = Records(rows, state, shift=1, spare=1)
@@ -118,6 +136,85 @@ def test_rowwise_adagrad_by_hand() -> None:
     step = 0.5 / (14**0.5 + 0.25)
     assert records.state.item() == 14
     torch.testing.assert_close(records.values, torch.tensor([[1 - 3 * step, 1 - 4 * step]]))
+
+
+def test_a_scale_of_one_is_row_wise_adagrad_with_eps_under_the_root() -> None:
+    rng = np.random.default_rng(0)
+    start = torch.from_numpy(floats(rng, 4, 11))
+    scaled, rowwise = (Records(start, torch.full((4, 1), 0.5)) for _ in range(2))
+    for _ in range(5):
+        grads = floats(rng, 4, 11)
+        run_kernel("scaled_rowwise_adagrad", scaled, np.arange(4), grads.copy(), eps=0.0, clip=2.0, weight_decay=0.1)
+        run_kernel("rowwise_adagrad", rowwise, np.arange(4), grads.copy(), eps=0.0, clip=2.0, weight_decay=0.1)
+    assert same_bits(scaled.values, rowwise.values) and same_bits(scaled.state, rowwise.state)
+
+
+def test_a_scaled_step_by_hand() -> None:
+    records = Records(torch.tensor([[1.0, 1.0]]), torch.tensor([[1.5]]))
+    grads = np.array([[3.0, 4.0]], np.float32)
+    run_kernel("scaled_rowwise_adagrad", records, int64([0]), grads, lr=0.5, eps=0.5, c=4)
+    # 1.5 + (9 + 16) / 2 = 14; the step is 0.5 / sqrt(14 / 4 + 0.5) = 0.25
+    assert records.state.item() == 14
+    assert records.values.tolist() == [[1 - 0.75, 1 - 1.0]]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("sharers", [{}, {"sharers": [1] * 4}])
+def test_a_replica_alone_scales_rows_by_one(half: bool, sharers: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    start = torch.from_numpy(floats(rng, 4, 11)).to(torch.bfloat16 if half else torch.float32)
+    by_row, scaled = Records(start, torch.zeros(4, 7)), Records(start, torch.zeros(4, 1))
+    for _ in range(5):
+        grads, settings = floats(rng, 4, 11), {"clip": 2.0, "weight_decay": 0.1}
+        run_kernel("row_scaled_adagrad", by_row, np.arange(4), grads.copy(), **settings, **sharers)
+        run_kernel("scaled_rowwise_adagrad", scaled, np.arange(4), grads.copy(), **settings)
+    assert same_bits(by_row.values, scaled.values)
+    assert same_bits(by_row.state[:, update.OWN], scaled.state[:, 0])
+
+
+def test_a_row_scaled_step_by_hand() -> None:
+    state = torch.tensor([[0.5, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]])
+    records = Records(torch.tensor([[1.0, 1.0]]), state)
+    grads = np.array([[1.0, 7.0]], np.float32)  # a mean square of 25
+    run_kernel("row_scaled_adagrad", records, int64([0]), grads, lr=0.5, eps=1.0, num_replicas=4, sharers=[3])
+    # Agreement is 0.25 / 0.5. This replica's squares are 1 + 25, and 2 + 2 * 25 with the others': 3 sharers in the mean.
+    # The sum: 0.5 + 0.5 * 0.5 before, 3 * (26 + 0.5 * 52) / 16 since.
+    step = 0.5 / (0.75 + 9.75 + 1.0) ** 0.5
+    torch.testing.assert_close(records.values, torch.tensor([[1 - step, 1 - 7 * step]]))
+    moved = 25 * step**2
+    torch.testing.assert_close(records.state, torch.tensor([[0.5, 0.25, 0.5, 26, 52, 4 + moved, 8 + moved**0.5]]))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 8])
+def test_clip_and_decay_of_a_row_that_one_replica_touches_are_those_of_the_mean_gradient(num_replicas: int) -> None:
+    start, grads = torch.tensor([[3.0, 4.0]]), np.array([[30.0, 40.0]], np.float32)
+    settings = {"lr": 0.5, "clip": 2.0, "weight_decay": 0.25}
+    shared = Records(start, torch.zeros(1, 1))
+    run_kernel("rowwise_adagrad", shared, int64([0]), grads.copy(), **settings)
+    replica = Records(start, torch.zeros(1, 7))
+    its_own = grads * np.float32(num_replicas)
+    run_kernel("row_scaled_adagrad", replica, int64([0]), its_own, num_replicas=num_replicas, sharers=[1], **settings)
+    mean = start + (replica.values - start) / num_replicas  # the other replicas are where they were
+    torch.testing.assert_close(mean, shared.values)
+
+
+@given(seed=seeds, n=st.integers(1, 8))
+@few
+def test_without_sharers_the_step_is_the_shortest(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    state, grads = torch.from_numpy(floats(rng, 1, 7)).abs(), floats(rng, 1, 3)
+    known, unknown = (Records(torch.zeros(1, 3), state) for _ in range(2))
+    run_kernel("row_scaled_adagrad", known, int64([0]), grads.copy(), num_replicas=8, sharers=[n])
+    run_kernel("row_scaled_adagrad", unknown, int64([0]), grads.copy(), num_replicas=8)
+    assert unknown.values.norm() <= known.values.norm()
+
+
+def test_a_bfloat16_row_moved_by_what_is_left_after_rounding() -> None:
+    # The spacing of bfloat16 at 1 is 2^-7: a step of 1/4 of it is lost, one of 3/4 is a whole one.
+    for part, steps in ((0.25, 0), (0.75, 1)):
+        records = Records(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1, 7))
+        run_kernel("row_scaled_adagrad", records, int64([0]), np.array([[-1.0]], np.float32), lr=part * 2.0**-7)
+        assert records.state[0, update.MOVED] == steps * 2.0**-14 and records.state[0, update.PATH] == steps * 2.0**-7
 
 
 def test_clipping_shortens_a_long_gradient_to_the_limit_and_leaves_a_short_one() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from nestpipe.errors import StorageError
 from nestpipe.kernels import aio
 from nestpipe.kernels.rows import NONE, gather, rows_of
-from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad, ScaledRowwiseAdagrad
 from nestpipe.store import chunks, disk, rowfile
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
@@ -204,7 +204,9 @@ def check_everything(store: DiskStore, model: ModelStore) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 6, 64, 513, 1500])
 @pytest.mark.parametrize(
-    "optimizer", [SGD(), ADAGRAD, RowwiseAdagrad(), Adam()], ids=lambda optimizer: type(optimizer).__name__
+    "optimizer",
+    [SGD(), ADAGRAD, RowwiseAdagrad(), ScaledRowwiseAdagrad(scale="row"), Adam()],
+    ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_rows_of_every_width_end_as_they_do_in_memory(make: Make, optimizer, dim: int, dtype: torch.dtype) -> None:
     store = make(make_table(dim=dim, optimizer=optimizer, dtype=dtype), hot_rows=7)

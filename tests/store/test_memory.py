@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.kernels import reference
-from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad, ScaledRowwiseAdagrad
 from nestpipe.store import chunks
 from nestpipe.store.memory import MemoryStore
 from nestpipe.tables import Eviction, Normal, Table, Uniform
@@ -185,6 +185,54 @@ def test_three_updates_equal_the_reference_with_state_beside_each_row(optimizer,
     assert store.updates == 3
     assert same_bits(values_of(store, keys), rows)
     assert same_bits(state_of(store, keys), state)
+
+
+SCALED = ScaledRowwiseAdagrad(lr=0.3, weight_decay=0.1, clip=0.5, eps=1e-3, initial=0.25, scale="row")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scale", "c"), [(2.0, 2.0), ("replicas", 3.0), ("row", None)])
+def test_replicas_of_a_store_are_updated_and_averaged_as_the_reference_does(scale, c, dtype: torch.dtype) -> None:
+    optimizer = dataclasses.replace(SCALED, scale=scale)
+    table = make_table(dim=5, dtype=dtype, optimizer=optimizer, init=Uniform(-1.0, 1.0))
+    stores, keys = [MemoryStore(table, seed=7) for _ in range(3)], list(range(4))
+    rows = first_values(table, 7, keys).repeat(3, 1, 1)
+    state = torch.full((3, 4, optimizer.state_floats(5)), 0.0 if scale == "row" else 0.25)
+    common = {"lr": 0.3, "weight_decay": 0.1, "clip": 0.5, "scale": 0.25}
+    sharers = torch.tensor([3, 1, 2, 3])
+    for window in range(2):
+        for replica, store in enumerate(stores):
+            store.replicas = 3
+            positions = store.resolve(int64(keys), window)
+            grads = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * window + replica))
+            if scale == "row":
+                own = {"eps": 0.251, "num_replicas": 3, "sharers": sharers}
+                rule = reference.row_scaled_adagrad
+            else:
+                own, rule = {"eps": 1e-3, "c": c}, reference.scaled_rowwise_adagrad
+            rows[replica], state[replica] = rule(rows[replica], state[replica], grads, **common, **own)
+            store.update(positions, one_each(grads.numpy().copy()), 0.25, sharers=sharers.numpy())
+            assert same_bits(values_of(store, keys), rows[replica]) and same_bits(state_of(store, keys), state[replica])
+        out = np.empty((4, stores[0].record_words), np.float32)
+        stores[0].average(np.stack([store.words(store.find(int64(keys))) for store in stores]), out)
+        averaged = reference.average_row_scaled if scale == "row" else reference.average
+        values, after = averaged(rows, state)
+        rows, state = values.repeat(3, 1, 1), after.repeat(3, 1, 1)
+        stores = [MemoryStore(table, seed=7) for _ in range(3)]
+        for store in stores:
+            store.put(int64(keys), out)
+            torch.testing.assert_close(values_of(store, keys), values.float(), rtol=0.0, atol=0.0)
+            torch.testing.assert_close(state_of(store, keys), after)
+        state = torch.stack([state_of(store, keys) for store in stores])  # rounded once less than the reference's
+
+
+def test_one_scale_for_each_row_is_one_scale_for_all_without_replicas() -> None:
+    by_row, scaled = (MemoryStore(make_table(optimizer=optimizer), seed=7) for optimizer in
+                      (SCALED, dataclasses.replace(SCALED, scale=4.0)))  # fmt: skip
+    for step, keys in enumerate([[1, 2], [2, 3], [1, 2, 3]]):
+        train(by_row, keys, step, grad=0.1 * step)
+        train(scaled, keys, step, grad=0.1 * step)
+    torch.testing.assert_close(values_of(by_row, [1, 2, 3]), values_of(scaled, [1, 2, 3]))
 
 
 def test_a_new_learning_rate_holds_from_the_next_update_on() -> None:
