@@ -273,7 +273,7 @@ class StepOperations:
     def _with_revisited(self, ctx: Context, k: int, positions: np.ndarray) -> np.ndarray:
         """These distinct positions, and behind them those of rows that steps before have used and that are to be averaged."""
         store = self.stores[k]
-        both = self._distinct(np.concatenate([positions, store.find(ctx.revisited[k])]))
+        both = self._distinct(np.concatenate([positions, store.directory.find_any(ctx.revisited[k])]))
         store.mark(both[len(positions) :], ctx.step)
         return both
 
@@ -520,7 +520,7 @@ class StepOperations:
         """Between steps, before tables are saved: what waits to be averaged is, so that all replicas are alike."""
         for k, awaiting in self.awaiting.items():
             store = self.stores[k]
-            positions = self._distinct(store.find(awaiting.all(steps)))
+            positions = self._distinct(store.directory.find_any(awaiting.before(steps)))
             if isinstance(store, MemoryStore):
                 self._average(k, store.rows, positions, Arena())
             else:

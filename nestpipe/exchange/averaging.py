@@ -36,13 +36,9 @@ class Awaiting:
         return (step + 1) % self.every == 0
 
     def before(self, step: int) -> np.ndarray:
-        """Keys that wait for the end of this step besides its own; some of them more than once."""
-        first = max(self._since, step + 1 - self.every)
+        """Keys that wait while a batch of this step is under way, besides its own; some of them more than once."""
+        first = max(self._since, step - step % self.every)
         return np.concatenate([NONE, *(keys for s, keys in self._of_step.items() if first <= s < step)])
-
-    def all(self, steps: int) -> np.ndarray:
-        """Keys that wait after so many steps."""
-        return NONE if steps % self.every == 0 else self.before(steps)
 
     def settle(self, steps: int) -> None:
         """After so many steps none waits any more."""
