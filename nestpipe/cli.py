@@ -20,7 +20,7 @@ from nestpipe import __version__
 from nestpipe.importing import nothing_collected
 
 SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
-          "simulator", "checkpoint")  # fmt: skip
+          "simulator", "checkpoint", "two_d")  # fmt: skip
 STOPPED = 128 + 15  # as a shell tells of a program that SIGTERM has ended
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 

@@ -51,13 +51,16 @@ def average(records, dim, half, out):
 
 
 @inlined
-def _variance(records, halves, i, half, mean):
-    """Sum over replicas of the squared distance from the mean, per value."""
-    total = 0.0
+def _variance(records, halves, i, half, mean, squares):
+    """Sum over replicas of the squared distance from the mean, per value. squares: dim floats of scratch."""
+    squares[:] = 0
     for m in range(len(records)):
         for d in range(len(mean)):
             difference = (widen(halves[m, i, d]) if half else records[m, i, d]) - mean[d]
-            total += difference * difference
+            squares[d] += difference * difference
+    total = 0.0
+    for d in range(len(mean)):
+        total += squares[d]
     return total / len(mean)
 
 
@@ -79,7 +82,7 @@ def average_row_scaled(records, dim, half, out):
     """
     num_replicas, num_rows, num_words = records.shape
     first = num_words - ROW_SCALED_FLOATS
-    halves, out_halves, mean = records.view(np.uint16), out.view(np.uint16), np.empty(dim)
+    halves, out_halves, mean, squares = records.view(np.uint16), out.view(np.uint16), np.empty(dim), np.empty(dim)
     for i in range(num_rows):
         _mean_values(records, halves, i, half, mean, out, out_halves)
         own = shared = shared_roots = moved = moved_roots = path = path_squares = 0.0
@@ -97,7 +100,7 @@ def average_row_scaled(records, dim, half, out):
             path_squares += np.float64(state[PATH]) * np.float64(state[PATH])
 
         if_noise = (1 - 1 / num_replicas) * moved
-        short = if_noise - _variance(records, halves, i, half, mean)
+        short = if_noise - _variance(records, halves, i, half, mean, squares)
         short_if_agreed = if_noise - (path_squares - path * path / num_replicas)
         if_one_step = _pairs(moved_roots, moved, num_moving) / num_replicas  # short_if_agreed, had all moved once
 
