@@ -119,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--workers", type=_counts, required=True, metavar="N,N,...", help="for example 128,256,1536")
     simulate.add_argument("--schedules", type=lambda text: text.split(","), default=["serial", "dbp", "fwp", "nested"],
                           metavar="NAME,...", help="default: serial,dbp,fwp,nested")  # fmt: skip
-    simulate.add_argument("--replicas", type=_positive, default=1, metavar="M",
-                          help="groups of workers that each hold all tables (2D sparse parallelism; simulated only)")  # fmt: skip
+    simulate.add_argument("--replicas", type=_positive, metavar="M",
+                          help="groups of workers that each hold all tables (default: as the config says)")  # fmt: skip
     simulate.add_argument("--steps", type=_positive, default=20, help="that are simulated (default: 20)")
     simulate.add_argument("--seed", type=int, default=0, help="of the profile's jitter")
     simulate.add_argument(

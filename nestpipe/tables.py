@@ -89,6 +89,7 @@ def num_bytes(size: int | str) -> int:
 
 POOLINGS = (None, "sum", "mean")
 POOLED_AT = ("auto", "source", "owner")
+SYNCS = ("exact", "average")
 DEFAULT_OWNERS: int | str | None = None  # all workers
 
 
@@ -117,7 +118,14 @@ class Table:
         dealt out evenly: a bag pooled at the owner is then one vector on the wire, not one from every worker that has some
         of its keys. For tables that fit one worker and are read in bags whose keys hardly repeat. "auto" decides between 1
         and all from the first batch, and says so: 1 if that saves a fifth of the bytes and there are tables like it for the
-        other workers. It cannot know how large a table will grow, see docs/design.md.
+        other workers. It cannot know how large a table will grow, see docs/design.md. With replicas, a number of each group.
+    replicas: how many groups of workers hold the table, each all of it; None: as many as the run has (Trainer's `replicas`).
+        1: none, its rows are spread over all workers; for tables that are too large to be held twice. "all": every worker
+        holds all of it, so that no row travels; for small tables that every sample reads. `memory`, `max_rows` and
+        `max_rare_keys` are of one replica.
+    sync: how replicas are kept together. "exact": they exchange the gradients of the rows that a batch touches and all apply the
+        same update: the result is that of one replica. "average": each applies the gradients of its own group, and every
+        `sync_every` steps rows and optimizer state are averaged: fewer bytes, another result.
     """
 
     name: str
@@ -132,6 +140,9 @@ class Table:
     memory: int | str | None = None
     owners: int | str | None = DEFAULT_OWNERS
     max_rare_keys: int = 100_000_000
+    replicas: int | str | None = None
+    sync: str = "exact"
+    sync_every: int = 1
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> ValueError:
@@ -160,7 +171,7 @@ class Table:
                 num_bytes(self.memory)
             except ValueError as error:
                 raise refuse(f"memory {error}") from None
-        for name in ("admit_after", "max_rare_keys"):
+        for name in ("admit_after", "max_rare_keys", "sync_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise refuse(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -168,6 +179,14 @@ class Table:
             raise refuse(
                 f"owners must be a number of workers of at least 1, 'auto', or None for all, got {self.owners!r}"
             )
+        if self.replicas not in (None, 1, "all") or self.replicas is True:
+            raise refuse(f"replicas must be 1, 'all', or None for as many as the run has, got {self.replicas!r}")
+        if self.sync not in SYNCS:
+            raise refuse(f"sync must be one of {SYNCS}, got {self.sync!r}")
+        if self.sync_every > 1 and self.sync != "average":
+            raise refuse(f"sync_every={self.sync_every} is for sync='average'; exact replicas meet in every step")
+        if self.replicas == "all" and self.owners is not None:
+            raise refuse(f"owners={self.owners!r} has no meaning with replicas='all': every worker holds all of it")
         if self.pooled_at not in POOLED_AT:
             raise refuse(f"pooled_at must be one of {POOLED_AT}, got {self.pooled_at!r}")
 

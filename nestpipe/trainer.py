@@ -86,6 +86,10 @@ class Trainer:
         (samples that share keys together), "taper" (window, with smaller micro-batches at both ends: even less to wait
         for), "none" (as they come). Nothing to do with one worker or one micro-batch.
     look_ahead: how many batches may be on their way behind the one that computes; None is what the schedule's stages need.
+    replicas: groups of workers that each hold all tables, sharded inside, so that rows and their gradients travel inside a group
+        only (2D sparse parallelism, docs/two_d.md); any number that divides the workers. Each table says how its replicas are
+        kept together (Table's `sync`); exactly, unless it says otherwise.
+    near: which workers are put together on a machine: "shards", those of a group; "replicas", those that hold the same rows.
     storage: folder for tables of tier "disk": working files, one per table and worker, gone when the trainer is closed.
     record: keeps every operation's start and end, for `save_trace`.
     check_freshness: debug mode: carries a version with every row and raises if a batch reads one that is not fresh. Slow.
@@ -107,6 +111,8 @@ class Trainer:
         window_cache: bool = True,
         clustering: str = "window",
         look_ahead: int | None = None,
+        replicas: int = 1,
+        near: str = "shards",
         seed: int = 0,
         on_nonfinite: str = "raise",
         data_timeout: float = 300.0,
@@ -115,7 +121,7 @@ class Trainer:
         check_freshness: bool = False,
     ) -> None:
         # What does not fit together is said before anything is opened.
-        setting = Setting(schedule, micro_batches, window_cache, clustering, look_ahead)
+        setting = Setting(schedule, micro_batches, window_cache, clustering, look_ahead, replicas, near)
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
         process.check_timeout("data_timeout", data_timeout)
@@ -319,6 +325,7 @@ class Trainer:
         """Writes tables, model, optimizers, random states and the place in the data to a new folder, which appears only when it
         is complete."""
         self._wait_for_checkpoints()  # one of them may be the same
+        self._worker.ops.settle_replicas(self.steps)
         saved.save(Path(path), self._content(), self._worker.rows)
 
     def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
@@ -348,6 +355,7 @@ class Trainer:
     def checkpoint(self, into: saved.Background) -> None:
         """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
         self._wait_for_checkpoints()  # a table keeps its rows as they were for one at a time
+        self._worker.ops.settle_replicas(self.steps)
         into.begin(self._content(into.next_base()))
 
     def _wait_for_checkpoints(self) -> None:
@@ -375,12 +383,17 @@ class Trainer:
 
         The same for any order of rows and any number of workers that hold the same bits.
         """
-        return digest(self.stores, self.model, self._worker.rows)
+        return digest(self.stores, self._worker.ops.plan, self.model, self._worker.rows)
 
     @_between_steps("read the sizes of tables")
     def table_stats(self) -> dict[str, StoreStats]:
-        """Rows and bytes of every table, summed over workers."""
-        sums = self._worker.rows.sum(np.array([store.stats() for store in self.stores], np.int64))
+        """Rows and bytes of every table, summed over workers; rows that have replicas count once, their bytes as often as they
+        are held."""
+        stats = [
+            store.stats().of_copy() if self._worker.ops.plan.is_copy(k, self.rank) else store.stats()
+            for k, store in enumerate(self.stores)
+        ]
+        sums = self._worker.rows.sum(np.array(stats, np.int64))
         return {store.table.name: StoreStats(*row) for store, row in zip(self.stores, sums.tolist(), strict=True)}
 
     @property

@@ -27,7 +27,7 @@ from nestpipe.bench.figures import medians
 from nestpipe.bench.links import Links, links
 from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
-from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.plan import ExchangePlan, Holders
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.schedule import ops as op
 from nestpipe.schedule.setting import Setting
@@ -239,7 +239,7 @@ def workload(size: Lab) -> Workload:
         forward_flops=size.tokens,
         backward_flops=size.tokens,
         batches=batches,
-        plan=ExchangePlan([table], [feature], [np.arange(PLACED)]),
+        plan=ExchangePlan([table], [feature], [Holders(np.arange(PLACED))]),
     )
 
 

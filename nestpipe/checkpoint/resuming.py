@@ -22,7 +22,11 @@ def content_of(worker: Worker, *, config: Mapping[str, Any] | None, run: str | N
     settings = Settings(
         lr_factor=worker.lr_factor,
         pooled_at_owner=dict(zip(names, plan.at_owner, strict=True)),
-        owners={name: None if k in plan.unplaced else plan.owners[k].tolist() for k, name in enumerate(names)},
+        # Where there are replicas they share the work of saving: no worker finds all its rows in its own file.
+        owners={
+            name: None if k in plan.unplaced or len(plan.peers[k]) > 1 else plan.owners[k].tolist()
+            for k, name in enumerate(names)
+        },
         micro_batches=training.engine.schedule.micro_batches if measured else None,
         config=config,
         run=run,

@@ -121,9 +121,8 @@ def parts_of(content: Content, rank: int, world: int) -> list[Part]:
 
 def _save_table(path: Path, *, store: TableStore, since: int | None) -> None:
     """All keys with their records; or all keys, and the records of those that changed since a step."""
-    directory = store.directory
-    directory.sweep()  # what is past its ttl is not saved; the numbers below hold from here on
-    own, shared, seen = len(directory), len(directory.shared), len(directory.sightings)
+    store.directory.sweep()  # what is past its ttl is not saved; the numbers below hold from here on
+    own, shared, seen = store.num_saved()
     rows = own if since is None else store.num_changed(since)
     layout: dict[str, tuple[type, tuple[int, ...]]] = {
         "keys": (np.int64, (own,)),
@@ -137,19 +136,19 @@ def _save_table(path: Path, *, store: TableStore, since: int | None) -> None:
         layout["changed"] = (np.int64, (rows,))
     with TensorWriter(path, layout) as file:
         if since is not None:
-            for keys, _ in directory.blocks():
+            for keys in store.saved_keys():
                 file.append("keys", keys)
             for keys, records in store.changed_blocks(since):
                 file.append("changed", keys)
                 file.append("records", records)
         else:
-            for keys, records in store.blocks():
+            for keys, records in store.saved_blocks():
                 file.append("keys", keys)
                 file.append("records", records)
-        for ids, records in store.blocks(shared=True):
+        for ids, records in store.saved_blocks(shared=True):
             file.append("shared", ids)
             file.append("shared_records", records)
-        for keys, counts in directory.sightings.blocks():
+        for keys, counts in store.saved_sightings():
             file.append("seen", keys)
             file.append("sightings", counts)
     store.close_frozen()  # if it is: gives back room on the disk before the next table is written

@@ -16,7 +16,7 @@ from nestpipe.metrics import SEEN_TARGETS
 from nestpipe.optim import OPTIMIZERS
 from nestpipe.process import MOST_SECONDS
 from nestpipe.schedule.setting import Setting
-from nestpipe.tables import Table
+from nestpipe.tables import SYNCS, Table
 
 DENSE_OPTIMIZERS = {
     "adam": torch.optim.Adam,
@@ -111,6 +111,9 @@ class TableSection:
     ttl: int | None = None
     pooled_at: str = "auto"
     owners: int | str | None = Table.owners
+    replicas: int | str | None = Table.replicas
+    sync: Annotated[str, OneOf(SYNCS)] = Table.sync
+    sync_every: int = Table.sync_every
     features: list[str] | dict[str, Pooling] | None = None
     pooling: Pooling = "sequence"
 

@@ -65,6 +65,9 @@ def make_table(name: str, declaration: TableSection, settings: Mapping[str, Any]
             else None,
             pooled_at=declaration.pooled_at,
             owners=None if declaration.owners == "all" else declaration.owners,
+            replicas=declaration.replicas,
+            sync=declaration.sync,
+            sync_every=declaration.sync_every,
         )
     except ValueError as error:
         raise ValueError(f"config: tables.{name}: {error}") from error

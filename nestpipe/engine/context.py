@@ -10,6 +10,7 @@ import torch
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Output
 from nestpipe.exchange.owner import OwnerRoute
+from nestpipe.exchange.replicas import ReplicaRoute
 from nestpipe.exchange.source import SourceRoute
 from nestpipe.exchange.window import Window
 from nestpipe.kernels.rows import Rows
@@ -46,6 +47,10 @@ class Context:
     inputs: list[Batch] = dataclasses.field(default_factory=list)  # micro-batches, on the device
     source: SourceRoute = None  # type: ignore[assignment]
     owner: OwnerRoute = None  # type: ignore[assignment]
+    replicas: list[ReplicaRoute] = dataclasses.field(default_factory=list)  # one for each set of peers
+    revisited: dict[int, np.ndarray] = dataclasses.field(
+        default_factory=dict
+    )  # by table: keys of steps before, to be averaged
     rows: list[Rows] = dataclasses.field(default_factory=list)  # per table: where this owner's rows of the batch lie
     positions: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: which of these each key has
     in_tier: list[np.ndarray] = dataclasses.field(default_factory=list)  # per table: their positions in its store

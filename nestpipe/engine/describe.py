@@ -8,13 +8,12 @@ import torch
 
 from nestpipe.engine.step import Store
 from nestpipe.schedule import ops as op
-from nestpipe.schedule.ops import COMPUTE, relative
+from nestpipe.schedule.ops import COMPUTE, Schedule, relative
 from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
 
 
-def overlap(setting: Setting, stores: Sequence[Store], device: torch.device) -> list[str]:
-    schedule = setting.make()
+def overlap(setting: Setting, schedule: Schedule, stores: Sequence[Store], device: torch.device) -> list[str]:
     tasks = {task.op.name: task for task in reversed(schedule.tasks)}
 
     def how(name: str) -> str:
@@ -32,6 +31,13 @@ def overlap(setting: Setting, stores: Sequence[Store], device: torch.device) -> 
         return (
             f"in {parts} parts, each hidden behind the compute of other micro-batches (lane {tasks[op.EMB].lane}), but for "
             f"the first rows and the last gradients (exposed)"
+        )
+
+    def merge() -> str:
+        if tasks[op.MERGE].lane == COMPUTE or schedule.micro_batches == 1:
+            return "exposed"
+        return (
+            f"in {schedule.micro_batches} parts behind the compute of other micro-batches, but for the last (exposed)"
         )
 
     beside = (
@@ -64,8 +70,12 @@ def overlap(setting: Setting, stores: Sequence[Store], device: torch.device) -> 
             lines.append(
                 f"  lookup of table {name!r} (memory): keys to positions {how(op.RETRIEVE)}; rows are used in place"
             )
+    lines.append(f"  all-to-all of rows and gradients: {exchange()}")
+    if schedule.has(op.MERGE):
+        lines.append(f"  sums of gradients to other replicas: {merge()}")
+    if schedule.has(op.AVERAGE):
+        lines.append("  average over replicas: after the update (exposed)")
     lines += [
-        f"  all-to-all of rows and gradients: {exchange()}",
         f"  sum of dense gradients: begins inside the last backward{beside}",
     ]
     if schedule.stale_by:

@@ -11,12 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.engine.step import Store
+from nestpipe.errors import TrainingError
+from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.transport import Transport
 
 
-def digest(stores: Sequence[Store], model: nn.Module, transport: Transport) -> str:
-    """Of every table's (key, row, optimizer state), in any order and on any number of workers, and the model's weights."""
-    sums = np.array([store.digest() for store in stores], np.uint64)
+def digest(stores: Sequence[Store], plan: ExchangePlan, model: nn.Module, transport: Transport) -> str:
+    """Of every table's (key, row, optimizer state), in any order and on any number of workers, and the model's weights. Raises
+    TrainingError if replicas that are kept exactly together differ."""
+    sums = np.array([store.digest() for store in stores], np.uint64).reshape(len(stores), 2)
+    if plan.together:
+        everybody = np.array(transport.gather_objects(sums.tolist()), np.uint64)
+        for k, store in enumerate(stores):
+            if plan.is_exact(k) and transport.any(bool((everybody[plan.peers[k], k] != sums[k]).any())):
+                raise TrainingError(f"the replicas of table {store.table.name!r} are not alike; this must never happen")
+            if plan.is_copy(k, transport.rank):
+                sums[k] = 0
     sums = transport.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
     total = hashlib.blake2b(digest_size=16)
     by_name = sorted(zip((store.table.name for store in stores), sums.tolist(), strict=True))

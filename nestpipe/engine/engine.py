@@ -32,8 +32,9 @@ class Engine:
     """
 
     def __init__(self, setting: Setting, ops: StepOperations, *, trace: bool = False) -> None:
-        schedule = setting.make()
-        require(schedule)
+        keeping = ops.plan.keeping
+        schedule = setting.make(keeping)
+        require(schedule, keeping)
         self.setting, self.schedule, self.ops = setting, schedule, ops
         self.around: Around | None = None
         self.stopped = False  # whether a worker has been asked to stop, as all know
@@ -45,7 +46,7 @@ class Engine:
         self._nothing = Window([0] * (schedule.micro_batches + 1), schedule.num_parts(EMB), setting.window_cache)
         ops.parts = self._nothing.parts
         self._contexts: dict[int, Context] = {}
-        self._ledger = Ledger(0)
+        self._ledger = Ledger(0, schedule)
         self._running: dict[str, tuple[Op, float]] = {}  # by lane: an operation and when it began
         self._arenas: list[Arena] = []  # of finished batches, to be used again
         self._events: collections.deque[Event] | None = collections.deque(maxlen=TRACED) if trace else None
@@ -77,8 +78,8 @@ class Engine:
         self._held: StepResult | None = None
         self.stopped, self.trained = False, 0
         self._contexts.clear()
-        self._ledger = Ledger(first)
-        self.ops.begin(read, self.setting.clustering)
+        self._ledger = Ledger(first, self.schedule)
+        self.ops.begin(read, self.setting.clustering, first)
         try:
             self._lanes.run(first, last)
             self.ops.settle(last)

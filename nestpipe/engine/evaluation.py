@@ -19,7 +19,7 @@ from nestpipe.engine.dense import call
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.step import StepOperations
 from nestpipe.errors import did_you_mean
-from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.plan import ExchangePlan, Holders
 from nestpipe.exchange.window import Window
 from nestpipe.metrics import NDCG, SEEN_TARGETS, HitRate, in_lists, rank_all
 from nestpipe.tables import Feature
@@ -66,7 +66,7 @@ def lookup(
     batch = Batch.empty([f.name for f in ops.plan.features]) if batch is None else batch
     ctx = Context(number, batch, Window([0, batch.size]), arena, error=error, has_data=has_data)
     ops.h2d(ctx)
-    ops.route(ctx)
+    ops.route(ctx, train=False)
     if ctx.ends:
         return None
     ops.read(ctx)
@@ -146,7 +146,7 @@ class Evaluation:
         made = self._of_table.get(table)
         if made is None or made.stores[0] is not store or made.plan.owners[0] is not store.owners:
             declared = dataclasses.replace(store.table, pooled_at="source")
-            plan, ops = ExchangePlan([declared], [Feature("keys", table)], [store.owners]), self._ops
+            plan, ops = ExchangePlan([declared], [Feature("keys", table)], [Holders(store.owners)]), self._ops
             made = StepOperations(plan, [store], ops.keys, ops.rows, ops.dense_part, skip_nonfinite=False)
             self._of_table[table] = made
         return made

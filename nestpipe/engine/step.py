@@ -26,16 +26,19 @@ from nestpipe.engine.mixing import ENOUGH, try_mixing
 from nestpipe.engine.reducer import all_finite
 from nestpipe.engine.versions import Versions
 from nestpipe.errors import Stopped, TrainingError, describe
+from nestpipe.exchange.averaging import Awaiting, average
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.layout import Layout, Sizes, payload_layout
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.replicas import ReplicaRoute
 from nestpipe.exchange.requests import Requests, decide
 from nestpipe.exchange.source import SourceRoute
 from nestpipe.exchange.transport import Transport
 from nestpipe.exchange.window import Window
+from nestpipe.kernels import records
 from nestpipe.kernels.keys import Deduplicator
-from nestpipe.kernels.rows import NONE, gather, pool, pool_add, pool_put, rows_of, scatter_add
+from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, rows_of, scatter_add
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
 
@@ -92,10 +95,15 @@ class StepOperations:
         self.stores = list(stores)
         self.buffers = [DualBuffer(store) if isinstance(store, DiskStore) else None for store in stores]
         self._versions = Versions(self.stores) if self._check_freshness else None
+        self.awaiting = {
+            k: Awaiting(table.sync_every) for k, table in enumerate(self.plan.tables) if self.plan.is_averaged(k)
+        }
 
-    def begin(self, read: Callable[[], Batch | None], clustering: str) -> None:
+    def begin(self, read: Callable[[], Batch | None], clustering: str, first: int = 0) -> None:
         """A run of batches starts: what is left in buffers belongs to no neighbour, and gradients of a batch that failed to
-        nobody. read: gives the batches; see PREFETCH."""
+        nobody. read: gives the batches, of which `first` is the first; see PREFETCH."""
+        for awaiting in self.awaiting.values():
+            awaiting.begin(first)
         self._read, self._clustering = read, clustering
         self.quitting, self.parted = False, None
         self.dense_part.forget()
@@ -131,9 +139,9 @@ class StepOperations:
         pairs = itertools.pairwise(ctx.window.bounds)
         ctx.inputs = [ctx.batch.slice(first, last).to(self.dense_part.device) for first, last in pairs]
 
-    def route(self, ctx: Context) -> None:
+    def route(self, ctx: Context, *, train: bool = True) -> None:
         """Deduplicates keys, buckets them by owner, decides how they travel where that is open, exchanges them; unless no
-        worker has data any more, or one stops."""
+        worker has data any more, or one stops. In training, owners tell the other replicas what they were asked."""
         if ctx.error is not None:
             self._give_up(ctx)
         if self.plan.undecided and (self._states(OUT_OF_DATA) >= CALLS).any():  # before workers decide together
@@ -161,8 +169,20 @@ class StepOperations:
         received = ctx.arena.take("payload in", layout.total, np.int32)
         payload = self.keys.all_to_all(ctx.source.payload, ctx.source.layout.counts, received, layout.counts)
         ctx.owner = OwnerRoute(sizes, payload, layout, self.plan, ctx.window, self._owner_dedup, ctx.arena)
+        if train:
+            self._tell_replicas(ctx)
         for dim in self.plan.groups:
             ctx.sent[dim], ctx.received[dim] = self._buffers(ctx, dim, "vectors", ctx.owner.vectors, ctx.source.vectors)
+
+    def _tell_replicas(self, ctx: Context) -> None:
+        for peers, members in self.plan.together.items():
+            ctx.replicas.append(
+                ReplicaRoute(peers, members, ctx.owner, self.plan, ctx.window, self.keys, self._owner_dedup, ctx.arena)
+            )
+        for k, awaiting in self.awaiting.items():
+            if awaiting.is_due(ctx.step):
+                ctx.revisited[k] = awaiting.before(ctx.step)
+            awaiting.add(ctx.step, ctx.owner.tables[k].keys_V)
 
     def meet(self, call: str) -> None:
         """Before a call in which workers talk to each other: raises on all of them if one makes another call, or cannot make
@@ -237,6 +257,8 @@ class StepOperations:
             distinct = distinct[: self._store_dedup(positions, distinct, places)]
             owned.merge(places)
             positions = distinct
+        if k in ctx.revisited:
+            positions = self._with_revisited(ctx, k, positions)
         if buffer is None:
             assert isinstance(store, MemoryStore)
             rows, used = store.rows, positions
@@ -247,6 +269,19 @@ class StepOperations:
         ctx.rows.append(rows)
         ctx.positions.append(used)
         ctx.in_tier.append(positions)
+
+    def _with_revisited(self, ctx: Context, k: int, positions: np.ndarray) -> np.ndarray:
+        """These distinct positions, and behind them those of rows that steps before have used and that are to be averaged."""
+        store = self.stores[k]
+        both = self._distinct(np.concatenate([positions, store.directory.find_any(ctx.revisited[k])]))
+        store.mark(both[len(positions) :], ctx.step)
+        return both
+
+    def _distinct(self, positions: np.ndarray) -> np.ndarray:
+        """In the order in which they come first, which is the same on all replicas; without those of rows given up meanwhile."""
+        positions = positions[positions >= 0]
+        distinct, places = np.empty_like(positions), np.empty(len(positions), np.int32)
+        return distinct[: self._store_dedup(positions, distinct, places)]
 
     def sync(self, ctx: Context) -> None:
         """Rows that the batch before used too: from its buffer into this one's. (Rows used in place need none.)"""
@@ -442,15 +477,58 @@ class StepOperations:
         for dim in self.plan.groups:
             self._travel(dim, part, ctx.grads[dim], ctx.source.grads, ctx.returned[dim], ctx.owner.grads)
 
+    def merge(self, ctx: Context, part: int = 0) -> None:
+        """Sends sums of the gradients that are complete with a part of the window to the other replicas of the rows."""
+        for route in ctx.replicas:
+            route.send(part, ctx.owner, ctx.returned, self.rows)
+
     def update(self, ctx: Context) -> None:
-        """Applies every row optimizer once, to the sum over all workers divided by the global weight."""
+        """Applies every row optimizer once, to the sum over all workers divided by the global weight; of tables whose replicas
+        are averaged, to this group's part of it."""
+        routes = {k: route for route in ctx.replicas for k in route.members}
         for k, store in enumerate(self.stores if ctx.trains else ()):
-            positions = ctx.positions[k]
-            grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
-            store.update(positions, grads, 1.0 / ctx.totals[WEIGHT], rows=ctx.rows[k])
+            positions, scale, sharers = ctx.positions[k], 1.0 / ctx.totals[WEIGHT], NONE
+            if self.plan.is_exact(k):
+                grads = routes[k].gradients(k, len(positions))
+            else:
+                grads = ctx.owner.gradients(k, len(positions), ctx.returned[store.table.dim])
+            if self.plan.is_averaged(k):
+                # Rows that only other groups use stay as they are: an optimizer may move a row without a gradient too.
+                used = np.flatnonzero(np.diff(grads.start))
+                scale *= len(self.plan.peers[k])
+                sharers = routes[k].sharers(k, len(positions))[used]
+                grads = grads._replace(start=np.append(grads.start[used], grads.start[-1]))
+                positions = positions[used]
+            store.update(positions, grads, scale, rows=ctx.rows[k], sharers=sharers)
         if self._versions is not None:
             for k, buffer in enumerate(self.buffers):
                 self._versions.update(k, ctx.step, buffer)
+
+    def average(self, ctx: Context) -> None:
+        """Of tables whose replicas are averaged: every so many steps, the rows used since, with their state."""
+        for k in ctx.revisited:
+            self._average(k, ctx.rows[k], ctx.positions[k], ctx.arena)
+
+    def _average(self, k: int, rows: Rows, positions: np.ndarray, arena: Arena) -> None:
+        store, raw = self.stores[k], rows._replace(half=False)
+        words = arena.take(f"records {k}", (len(positions), store.record_words), np.float32)
+        gather(raw, positions, NONE, words)
+        average(words, self.plan.peers[k].tolist(), self.rows, store.average, arena)
+        records.put(words, positions, raw)
+
+    def settle_replicas(self, steps: int) -> None:
+        """Between steps, before tables are saved: what waits to be averaged is, so that all replicas are alike."""
+        for k, awaiting in self.awaiting.items():
+            store = self.stores[k]
+            positions = self._distinct(store.directory.find_any(awaiting.before(steps)))
+            if isinstance(store, MemoryStore):
+                self._average(k, store.rows, positions, Arena())
+            else:
+                words = store.words(positions)
+                self._average(k, store.rows_in(words), np.arange(len(positions)), Arena())
+                store.write_back(positions, words)
+            store.mark(positions, max(0, steps - 1))
+            awaiting.settle(steps)
 
     def dense(self, ctx: Context) -> None:
         """The same for the dense optimizer. The batch has its result."""

@@ -22,6 +22,7 @@ from nestpipe.engine.placing import place_by_first_batch
 from nestpipe.engine.step import StepOperations
 from nestpipe.engine.tuning import STEPS, Tuning
 from nestpipe.errors import TrainingError, describe, from_the_users_line
+from nestpipe.exchange.mesh import Mesh
 from nestpipe.schedule.setting import Setting
 
 log = logging.getLogger("nestpipe")
@@ -60,9 +61,16 @@ class Training:
     """
 
     def __init__(
-        self, ops: StepOperations, setting: Setting, *, record: bool, skip_nonfinite: bool, data_timeout: float
+        self,
+        ops: StepOperations,
+        setting: Setting,
+        mesh: Mesh,
+        *,
+        record: bool,
+        skip_nonfinite: bool,
+        data_timeout: float,
     ) -> None:
-        self.ops, self.setting = ops, setting
+        self.ops, self.setting, self._mesh = ops, setting, mesh
         self.steps = self.skipped = 0
         self.torn: str | None = None
         self.stopped = False  # whether `fit` has returned because a worker was asked to stop
@@ -88,8 +96,9 @@ class Training:
         self.steps, self._taken = steps, position
 
     def describe(self) -> list[str]:
-        lines = overlap(self.engine.setting, self.ops.stores, self.ops.dense_part.device)
-        return [*self.ops.plan.describe(), *lines, *process.describe()]
+        lines = overlap(self.engine.setting, self.engine.schedule, self.ops.stores, self.ops.dense_part.device)
+        mesh = [self._mesh.describe()] if self.ops.plan.together else []
+        return [*self.ops.plan.describe(), *mesh, *lines, *process.describe()]
 
     def fit(
         self, batches: Iterable[Batch], *, steps: int | None, on_step: OnStep | None, pauses: Sequence[int]

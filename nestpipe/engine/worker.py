@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from nestpipe.engine.heartbeat import Heartbeat
 from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.step import StepOperations, Store
 from nestpipe.engine.training import Training
+from nestpipe.exchange.mesh import Mesh
 from nestpipe.exchange.plan import ExchangePlan, place
 from nestpipe.exchange.transport import Transport
 from nestpipe.schedule.setting import Setting
@@ -79,7 +81,9 @@ class Worker:
         self.rows.compare({**declarations(tables, features), **options.declared(), **self.dense.declared()})
         if self.group is not None and self.world > 1:
             self.dense.connect(self.group)
-        plan = ExchangePlan(tables, features, place(tables, features, self.world))
+        machines = self.rows.gather_objects(socket.gethostname())
+        self.mesh = Mesh.of(machines, replicas=setting.replicas, near=setting.near)
+        plan = ExchangePlan(tables, features, place(tables, features, self.mesh, self.rank))
         self.ops = StepOperations(
             plan,
             self._open_stores(plan),
@@ -93,7 +97,7 @@ class Worker:
         # With one worker nothing travels, so that it makes no difference who is beside whom.
         setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none")
         self.training = Training(
-            self.ops, setting, record=options.record, skip_nonfinite=skips, data_timeout=data_timeout
+            self.ops, setting, self.mesh, record=options.record, skip_nonfinite=skips, data_timeout=data_timeout
         )
         self.evaluation = Evaluation(self.ops, data_timeout=data_timeout)
         if self.world > 1:
@@ -107,13 +111,18 @@ class Worker:
     def _open_stores(self, plan: ExchangePlan) -> list[Store]:
         def open_all() -> list[Store]:
             stores: list[Store] = []
-            for table, owners in zip(plan.tables, plan.owners, strict=True):
+            for k, (table, owners, peers) in enumerate(zip(plan.tables, plan.owners, plan.peers, strict=True)):
+                store: Store
                 if table.tier == "memory":
-                    stores.append(MemoryStore(table, seed=self._seed, owners=owners))
+                    store = MemoryStore(table, seed=self._seed, owners=owners)
                 else:
                     store = DiskStore(table, seed=self._seed, owners=owners, rank=self.rank, folder=self._storage)
                     self._opened.callback(store.close)
-                    stores.append(store)
+                if len(peers) > 1:
+                    store.share = peers.tolist().index(self.rank), len(peers)
+                if plan.is_averaged(k):
+                    store.replicas = len(peers)
+                stores.append(store)
             return stores
 
         return self.rows.together(open_all, what="tables")

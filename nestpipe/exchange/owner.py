@@ -14,6 +14,7 @@ from nestpipe.exchange.layout import PayloadLayout, Sizes, lay_out, starts
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator, compose
+from nestpipe.kernels.merge import last_part
 from nestpipe.kernels.route import copy_segments, segment_places, spread_over_bags
 from nestpipe.kernels.rows import ONES, Rows, gather, pool
 from nestpipe.kernels.update import Gradients, group_by_row
@@ -46,6 +47,7 @@ class OwnedKeys:
     row_E: which of them each received key is, in the order of sources; grad_E: which vector in the returned buffer of the
         dim its gradient is. In this order gradients are added up, whatever the parts.
     weights_E: may be empty.
+    numbers: the arrays that say of something which of the distinct keys it is, row_E among them or not (see ReplicaRoute).
     """
 
     keys_V: np.ndarray
@@ -53,12 +55,15 @@ class OwnedKeys:
     grad_E: np.ndarray
     weights_E: np.ndarray
     answer: Answer
+    numbers: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = [self.row_E] if self.answer.row is self.row_E else [self.row_E, self.answer.row]
 
     def merge(self, places: np.ndarray) -> None:
         """Keys that share a row become one: key v is now row places[v]."""
-        compose(self.row_E, places, self.row_E)
-        if self.answer.row is not self.row_E:
-            compose(self.answer.row, places, self.answer.row)
+        for number in self.numbers:
+            compose(number, places, number)
 
 
 class OwnerRoute:
@@ -83,6 +88,7 @@ class OwnerRoute:
         self._keys, self._weighted, self._wide = np.ascontiguousarray(sizes.keys), sizes.weighted, sizes.wide
         self._vectors = sizes.vectors  # [K, P, W]
         self.vectors = self.grads = lay_out(self._vectors, plan)
+        self._bag_offsets: dict[int, np.ndarray] = {}
         last = [self._last_use(k) for k in range(len(plan.tables))]
         if window.last_use is not None:
             grad_counts = self._vectors.copy()
@@ -150,7 +156,8 @@ class OwnerRoute:
 
         targets, answer_offsets = take(f"owned targets {k}", num_bags, np.int32), offsets
         segment_places(vectors.ravel(), self.vectors.start[k].ravel(), targets)
-        keys_of = np.diff(offsets[np.append(starts(vectors.T.ravel()), num_bags)]).reshape(vectors.T.shape).T  # [P, W]
+        self._bag_offsets[k] = offsets
+        keys_of = self._keys_by_part(k)
         if self._window.parts > 1:
             answer_offsets = self._offsets(f"answer offsets {k}", self._by_part(f"lengths {k}", lengths, vectors))
         answer = Answer(
@@ -179,6 +186,28 @@ class OwnerRoute:
 
     def _ends(self, k: int) -> list[int]:
         return np.cumsum(self._vectors[k].sum(axis=1)).tolist()
+
+    def last_parts(self, k: int) -> np.ndarray:
+        """The last part with which a gradient of each distinct key of table k comes back."""
+        owned, kind = self.tables[k], np.uint8 if self._window.parts <= 256 else np.uint16
+        out = self._arena.take(f"last parts {k}", len(owned.keys_V), kind)
+        if self._window.parts == 1:
+            out[:] = 0
+            return out
+        parts = self._last_use(k)
+        if parts is None:  # with the part that asks; what was asked lies by source, then part
+            counts = self._keys_by_part(k).T
+            parts = np.repeat(np.tile(np.arange(counts.shape[1], dtype=kind), len(counts)), counts.ravel())
+        last_part(owned.row_E, parts, out)
+        return out
+
+    def _keys_by_part(self, k: int) -> np.ndarray:
+        """[P, W]"""
+        vectors = self._vectors[k]
+        if not self._plan.at_owner[k]:
+            return vectors
+        offsets = self._bag_offsets[k]
+        return np.diff(offsets[np.append(starts(vectors.T.ravel()), vectors.sum())]).reshape(vectors.T.shape).T
 
     def answer(self, k: int, part: int, rows: Rows, positions_V: np.ndarray, out: np.ndarray) -> None:
         """Writes what the sources ask of table k with a part into the buffer of its dim; key v's row is positions_V[v]."""

@@ -8,24 +8,53 @@ from typing import Any
 
 import numpy as np
 
+from nestpipe.exchange.mesh import Mesh
+from nestpipe.schedule.ops import AVERAGE, MERGE
 from nestpipe.tables import Feature, Table, check_declarations
 
 WORTH_IT = 0.8  # a table is worth one worker of its own where it then sends at most this share of the bytes
 
 
-def place(tables: Sequence[Table], features: Sequence[Feature], world: int) -> list[np.ndarray]:
-    """The workers that hold each table. One that some of them hold goes to neighbours that have least to do so far, by the
+@dataclasses.dataclass(frozen=True)
+class Holders:
+    """Who holds a table, as one worker sees it.
+
+    owners: the workers that it asks for rows; shards are dealt to them in this order.
+    peers: the workers that hold the same part as this one, by rank, itself among them; all replicas add up in this order.
+    """
+
+    owners: np.ndarray
+    peers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+
+
+def place(tables: Sequence[Table], features: Sequence[Feature], mesh: Mesh, rank: int) -> list[Holders]:
+    """Those of each table. One that some workers of a group hold goes to neighbours that have least to do so far, by the
     floats that its features read of a key."""
-    load, owners = np.zeros(world), []
+    group, shard = mesh.place(rank)
+    load, holders = np.zeros(mesh.world), []
     for table in tables:
-        count = min(world, table.owners) if isinstance(table.owners, int) else world
+        alone, everyone = np.array([rank]), np.arange(mesh.world)
+        if table.replicas == "all":
+            holders.append(Holders(alone, everyone))
+            continue
+        groups, peers = mesh.ranks, np.sort(mesh.ranks[:, shard])
+        if table.replicas == 1 or mesh.replicas == 1:
+            groups, peers = everyone[None], alone
+        if len(groups) > 1 and table.owners == "auto":
+            raise ValueError(
+                f"table {table.name!r}: owners='auto' is not decided for tables with replicas; give a number, None for all, or "
+                f"replicas=1"
+            )
+        size = groups.shape[1]
+        count = min(size, table.owners) if isinstance(table.owners, int) else size
         begin = 0
-        if count < world:
-            begin = min(range(world), key=lambda first: load[(first + np.arange(count)) % world].max())
-        chosen = (begin + np.arange(count)) % world
-        load[chosen] += table.dim * sum(feature.table == table.name for feature in features) / count
-        owners.append(chosen)
-    return owners
+        if count < size:
+            of_group = load[groups].max(axis=0)  # the same part of every group
+            begin = min(range(size), key=lambda first: of_group[(first + np.arange(count)) % size].max())
+        chosen = (begin + np.arange(count)) % size
+        load[groups[:, chosen]] += table.dim * sum(feature.table == table.name for feature in features) / count
+        holders.append(Holders(groups[group if len(groups) > 1 else 0, chosen], peers))
+    return holders
 
 
 class ExchangePlan:
@@ -34,17 +63,25 @@ class ExchangePlan:
     tables, features: as declared; a table is referred to by its place in `tables`.
     features_of[k]: the features that read table k.
     groups: {dim: [k, ...]}.
-    owners[k]: the workers that hold table k; shards are dealt to them in this order.
+    owners[k], peers[k]: who holds table k, see Holders.
+    together: tables whose parts have the same peers, and these: what keeps replicas together travels in one message for all
+        of them.
     placed[k]: why they hold it, of a table declared owners="auto"; None while undecided: until then all workers are its owners.
         Empty: as declared.
     at_owner[k]: True if bags of table k are pooled where its rows live, False if rows travel, None while undecided.
     """
 
     def __init__(
-        self, tables: Sequence[Table], features: Sequence[Feature], owners: Sequence[np.ndarray] | None = None
+        self, tables: Sequence[Table], features: Sequence[Feature], holders: Sequence[Holders] | None = None
     ) -> None:
         check_declarations(tables, features)
-        self.owners = place(tables, features, 1) if owners is None else list(owners)
+        holders = place(tables, features, Mesh.flat(1), 0) if holders is None else holders
+        self.owners = [of_table.owners for of_table in holders]
+        self.peers = [of_table.peers for of_table in holders]
+        self.together: dict[tuple[int, ...], list[int]] = {}
+        for k, peers in enumerate(self.peers):
+            if len(peers) > 1:
+                self.together.setdefault(tuple(peers.tolist()), []).append(k)
         self.tables = list(tables)
         self.features = list(features)
         self.features_of = [[f for f in features if f.table == table.name] for table in tables]
@@ -77,7 +114,28 @@ class ExchangePlan:
                     f"needs its rows one by one; use 'auto' or 'source', or give the pooled features a table of their own"
                 )
             return False
+        if len(self.owners[k]) == 1 < len(self.peers[k]):
+            return True  # nothing travels
         return {"owner": True, "source": False, "auto": None}[table.pooled_at]
+
+    def is_exact(self, k: int) -> bool:
+        """Whether table k has replicas that apply one and the same update."""
+        return len(self.peers[k]) > 1 and self.tables[k].sync == "exact"
+
+    def is_averaged(self, k: int) -> bool:
+        """Whether table k has replicas that are averaged now and then."""
+        return len(self.peers[k]) > 1 and self.tables[k].sync == "average"
+
+    def is_copy(self, k: int, rank: int) -> bool:
+        """Whether another worker stands for this one where replicas of table k must count once."""
+        return len(self.peers[k]) > 1 and int(self.peers[k][0]) != rank
+
+    @property
+    def keeping(self) -> list[str]:
+        """The operations that keep replicas together."""
+        every = range(len(self.tables))
+        wanted = {MERGE: any(map(self.is_exact, every)), AVERAGE: any(map(self.is_averaged, every))}
+        return [name for name, needed in wanted.items() if needed]
 
     @property
     def undecided(self) -> list[int]:
@@ -125,8 +183,16 @@ class ExchangePlan:
             held = "" if table.owners is None else f"held by {_some(self.owners[k].tolist())}, "
             if table.owners == "auto":
                 held = f"{held[:-2]} [auto: {self.placed[k] or 'not decided yet'}], "
+            held += self._replicas(k)
             lines.append(f"table {table.name}: dim {table.dim}, {held}{how} [{self.why[k]}]; features: {names}")
         return lines
+
+    def _replicas(self, k: int) -> str:
+        if len(self.peers[k]) == 1:
+            return ""
+        every = self.tables[k].sync_every
+        how = "exact" if self.is_exact(k) else f"averaged every {every} steps" if every > 1 else "averaged every step"
+        return f"{len(self.peers[k])} replicas ({how}), "
 
 
 def _some(workers: list[int]) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,6 +83,23 @@ class Transport:
         works += [dist.isend(as_tensor(leaves[w]), group=self._group, group_dst=w) for w in others if len(leaves[w])]
         for work in works:
             work.wait()  # type: ignore[union-attr]
+
+    def spread(self, blocks: Sequence[np.ndarray], peers: Sequence[int]) -> None:
+        """Of some workers (peers, by rank, this one among them) each sends its block to all others: blocks[i] is, or will be,
+        what peers[i] has. Every receive is posted before any send."""
+        here = peers.index(self.rank)
+        others = [(here + i) % len(peers) for i in range(1, len(peers))]
+        self.bytes_sent += blocks[here].nbytes * len(others)
+        with self._waiting():
+            works = [
+                dist.irecv(as_tensor(blocks[i]), group=self._group, group_src=peers[i])
+                for i in others
+                if blocks[i].size
+            ]
+            if blocks[here].size:
+                works += [dist.isend(as_tensor(blocks[here]), group=self._group, group_dst=peers[i]) for i in others]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
 
     def exchange_rows(self, table: np.ndarray, *, counted: bool = True) -> np.ndarray:
         """Row w of `table` goes to worker w; returns the rows that came, by source. For small tables: one message each.

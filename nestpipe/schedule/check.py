@@ -13,13 +13,15 @@ import dataclasses
 import graphlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from nestpipe.schedule.ops import (
+    AVERAGE,
     BWD,
     EMB,
     FWD,
     GRAD,
+    MERGE,
     OPERATIONS,
     PREFETCH,
     RETRIEVE,
@@ -52,10 +54,12 @@ class Verdict:
     in_flight: int = 0
 
 
-def require(schedule: Schedule) -> Verdict:
-    """The verdict; raises ScheduleError if there is a problem, or rows are staler than the schedule says of itself."""
+def require(schedule: Schedule, needed: Collection[str] = ()) -> Verdict:
+    """The verdict; raises ScheduleError if there is a problem, or rows are staler than the schedule says of itself.
+    needed: operations that it may else do without."""
     verdict = check(schedule)
     problems = list(verdict.problems)
+    problems += [f"no {name}(t): replicas of tables would drift apart" for name in needed if not schedule.has(name)]
     if verdict.stale_by > schedule.stale_by:
         problems.append(f"batches read rows that are stale by {verdict.stale_by}, not {schedule.stale_by} as it says")
     if problems:
@@ -131,7 +135,10 @@ def _missing(tasks: list[Task], num_batches: int, schedule: Schedule) -> Iterato
     for name in sorted({op.name for op in times} - set(OPERATIONS)):
         yield f"no operation is called {name!r}; there are {', '.join(OPERATIONS)}"
     middle, micro_batches = num_batches // 2, schedule.micro_batches
+    present = {op.name for op in times}
     for name, operation in OPERATIONS.items():
+        if operation.optional and name not in present:
+            continue
         parts = {"always": micro_batches, "may": schedule.num_parts(name), "never": 1}[operation.cut]
         if parts not in (1, micro_batches):
             yield f"{name} has {parts} parts and there are {micro_batches} micro-batches; give it one part or one for each"
@@ -139,8 +146,9 @@ def _missing(tasks: list[Task], num_batches: int, schedule: Schedule) -> Iterato
             if Op(name, middle, part) not in times:
                 why = ": rows that batches t-1 and t share never reach the buffer of t" if name == SYNC else ""
                 yield f"no {name}(t{f',{part}' if part else ''}){why}"
-    if schedule.num_parts(EMB) != schedule.num_parts(GRAD):
-        yield f"{EMB} and {GRAD} do not have the same parts: rows and gradients travel over one window"
+    for name in (GRAD, *({MERGE} & present)):
+        if schedule.num_parts(EMB) != schedule.num_parts(name):
+            yield f"{EMB} and {name} do not have the same parts: rows and gradients travel over one window"
     for task in tasks:
         for op in task.after:
             if 0 <= op.batch < num_batches and op not in times:
@@ -313,16 +321,22 @@ def _serial_place(op: Op) -> tuple[int, int, int]:
 Updates = tuple[int, ...]  # the batches whose updates a copy of the row has in it, in order
 
 
+def _update_of(run: list[Op]) -> str:
+    """After which operation a row is as the next batch must read it."""
+    return AVERAGE if any(op.name == AVERAGE for op in run) else UPDATE
+
+
 def _follow_in_place(run: list[Op], users: set[int]) -> tuple[int, list[str]]:
     """A row of a table in memory, used where it lies."""
     row: Updates = ()
+    update = _update_of(run)
     stale, trouble = 0, []
     for op in run:
         if op.batch not in users:
             continue
         if op.name == EMB:
             stale = max(stale, _behind(row, users, op.batch))
-        elif op.name == UPDATE:
+        elif op.name == update:
             row = (*row, op.batch)
     if row != tuple(sorted(users)):
         trouble.append(f"updates of a row in memory are applied in the order {row}")
@@ -332,6 +346,7 @@ def _follow_in_place(run: list[Op], users: set[int]) -> tuple[int, list[str]]:
 def _follow_buffers(run: list[Op], users: set[int]) -> tuple[int, list[str]]:
     """A row of a table in a lower tier, used through two buffers. A copy is None where a buffer holds nothing of it."""
     tier: Updates = ()
+    update = _update_of(run)
     buffers: list[tuple[int, Updates] | None] = [None, None]  # of which batch, and the row
     stale, trouble = 0, []
 
@@ -355,7 +370,7 @@ def _follow_buffers(run: list[Op], users: set[int]) -> tuple[int, list[str]]:
         elif op.name == EMB:
             copy = held(op, op.batch)
             stale = max(stale, 0 if copy is None else _behind(copy, users, op.batch))
-        elif op.name == UPDATE:
+        elif op.name == update:
             copy = held(op, op.batch)
             buffers[op.batch % 2] = None if copy is None else (op.batch, (*copy, op.batch))
         elif op.name == WRITEBACK:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD = "PREFETCH", "H2D", "ROUTE", "RETRIEVE", "SYNC", "EMB", "FWD"
 BWD, REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK = "BWD", "REDUCE", "AGREE", "GRAD", "UPDATE", "DENSE", "WRITEBACK"
+MERGE, AVERAGE = "MERGE", "AVERAGE"  # only where tables have replicas, see replicated.py
 
 # What an operation's time counts as, on every page: bringing rows to their owners' hands, exchange with other workers
 # that training waits for, or the training itself.
@@ -32,6 +33,7 @@ class Operation:
     group: of which process group it issues collectives: one lane uses each group, so that all workers have one order.
     collective: what it waits for other workers with: "all_to_all", "all_reduce", or None: it waits for nobody.
     cut: whether it is done micro-batch by micro-batch: "always", "never", or "may": once for all of them, or for each.
+    optional: a schedule may do without it (or with it, on every batch).
     reads, writes: what it touches, for the checker. "tier": one thing, whatever the batch. "routes[t]": of its batch;
         "positions[t-1]": of the one before. "buffer[t mod 2]": one of two. "vectors[t, m]": of its micro-batch, or of all if it
         is done once for all of them; "[t, all]", "[t, up to m]", "[t, from m]": of several.
@@ -45,6 +47,7 @@ class Operation:
     group: str | None = None
     collective: str | None = None
     cut: str = "never"
+    optional: bool = False
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
@@ -166,12 +169,37 @@ _TABLE = (
         writes=("returned[t, m]",),
     ),
     Operation(
+        MERGE,
+        COMMUNICATION,
+        "sums of row gradients to the other replicas of the rows",
+        unit="byte of sums",
+        colour="#6d9f71",
+        group="rows",
+        collective="all_to_all",
+        cut="may",
+        optional=True,
+        reads=("routes[t]", "returned[t, up to m]"),  # of rows whose last gradient has come with m
+        writes=("merged[t, m]",),
+    ),
+    Operation(
         UPDATE,
         COMPUTING,
         "row optimizers, once, where the rows are",
         unit="row of the owner",
         colour="#c0392b",
-        reads=("agreed[t]", "returned[t, all]", "learning rates"),
+        reads=("agreed[t]", "returned[t, all]", "merged[t, all]", "learning rates"),
+        writes=("buffer[t mod 2]", "rows in memory", "given up rows"),
+    ),
+    Operation(
+        AVERAGE,
+        COMMUNICATION,
+        "rows and their optimizer state averaged over replicas, every so many steps",
+        unit="byte of records",
+        colour="#a5573f",
+        group="rows",
+        collective="all_to_all",
+        optional=True,
+        reads=("agreed[t]", "positions[t]"),
         writes=("buffer[t mod 2]", "rows in memory", "given up rows"),
     ),
     Operation(
@@ -273,6 +301,10 @@ class Schedule:
     @property
     def micro_batches(self) -> int:
         return self.num_parts(FWD)
+
+    def has(self, name: str) -> bool:
+        """Whether an operation is done on each batch."""
+        return name in self._last_parts
 
     def num_parts(self, name: str) -> int:
         """In how many parts an operation is done on each batch."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from nestpipe.fields import AtLeast, AtMost, OneOf, check, hints
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import COMPUTE, EMB, RETRIEVE, Schedule
+from nestpipe.schedule.ops import COMPUTE, EMB, MERGE, RETRIEVE, Schedule
+from nestpipe.schedule.replicated import replicated
 
 CLUSTERINGS = ("none", "shared", "window", "taper")
+NEAR = ("shards", "replicas")
 MOST_PARTS = 65_536  # micro-batches that the last use of a row can name (exchange/window.py)
 
 
@@ -20,8 +23,8 @@ class Setting:
     """One way to train; the entries are explained at Trainer.
 
     micro_batches: a number, or "auto": measured by `Trainer.fit`, which then asks for `cut_into` a number.
-    replicas: groups of workers that each hold all tables, sharded inside (2D sparse parallelism); what they update is
-        exchanged between them after every step. Simulated only: the engine has one group.
+    replicas: groups of workers that each hold all tables, sharded inside (2D sparse parallelism).
+    near: which workers are neighbours: those of a group, or those that hold the same shard.
     """
 
     schedule: Annotated[str, OneOf(SCHEDULES)] = "serial"
@@ -30,6 +33,7 @@ class Setting:
     clustering: Annotated[str, OneOf(CLUSTERINGS)] = "window"
     look_ahead: int | None = None
     replicas: Annotated[int, AtLeast(1)] = 1
+    near: Annotated[str, OneOf(NEAR)] = "shards"
 
     def __post_init__(self) -> None:
         for name, hint in hints(Setting).items():
@@ -49,8 +53,10 @@ class Setting:
     def cut_into(self, micro_batches: int) -> Setting:
         return dataclasses.replace(self, micro_batches=micro_batches)
 
-    def make(self) -> Schedule:
-        return SCHEDULES[self.schedule](micro_batches=self.parts, look_ahead=self.look_ahead)
+    def make(self, keeping: Collection[str] | None = None) -> Schedule:
+        """keeping: the operations that keep replicas of the tables together; by default those of exact ones, if there are any."""
+        schedule = SCHEDULES[self.schedule](micro_batches=self.parts, look_ahead=self.look_ahead)
+        return replicated(schedule, ([MERGE] if self.replicas > 1 else []) if keeping is None else keeping)
 
     @property
     def _made(self) -> Schedule:
@@ -87,7 +93,7 @@ class Setting:
 
     def options(self) -> dict[str, Any]:
         """As arguments of Trainer."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "replicas"}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @functools.cache  # by name, not kept in a Setting: that travels to other processes, and a schedule does not

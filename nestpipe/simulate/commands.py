@@ -24,7 +24,8 @@ MICRO_BATCHES = 8  # of schedules that cut the batch, where the config does not 
 SHOWN = 4  # workers on the timeline
 
 
-def settings_of(config: Config, schedules: Sequence[str], replicas: int) -> list[Setting]:
+def settings_of(config: Config, schedules: Sequence[str], replicas: int | None = None) -> list[Setting]:
+    replicas = config.setting.replicas if replicas is None else replicas
     asked = config.setting.micro_batches
     cut = asked if isinstance(asked, int) and asked > 1 else MICRO_BATCHES
     settings = []
@@ -43,7 +44,7 @@ def simulate(
     profile_name: str,
     counts: Sequence[int],
     schedules: Sequence[str],
-    replicas: int,
+    replicas: int | None,
     laws: Sequence[str],
     steps: int,
     seed: int,

@@ -30,18 +30,24 @@ class Costs:
         if workers < 1 or setting.replicas < 1 or workers % setting.replicas:
             raise ValueError(f"{workers} workers cannot form {setting.replicas} equal groups (replicas)")
         self.workload, self.profile, self.setting, self.workers = workload, profile, setting, workers
-        self.schedule = setting.make() if READ not in profile.operations else _with_source(setting.make())
+        schedule = setting.make(workload.keeping if setting.replicas > 1 else ())
+        self.schedule = _with_source(schedule) if READ in profile.operations else schedule
         self.group = workers // setting.replicas
         self._seed = seed
         self.split = workload.split(setting.parts, setting.clustering, setting.window_cache)
         self._crowd = 1 + profile.crowding * (workers - 1)
         self._busy = max(1.0, min(profile.network.per_node, workers) / profile.cores) if profile.cores else 1.0
         ops = sorted({(task.op.name, task.op.part) for task in self.schedule.tasks})
-        # Neighbours on a node are replicas of each other, so that what they exchange uses the fastest links; those that hold
-        # different keys are as many workers apart.
+        # Neighbours share a node, and its fast links: those of a group, or those that hold the same shard. The others are apart.
+        self._spread = setting.replicas if setting.near == "replicas" else 1  # of a group
+        self._replica_spread = 1 if setting.near == "replicas" else self.group
         apart = profile.jitter > 0 and setting.replicas > 1
-        self._groups = np.arange(workers) % setting.replicas if apart else None
-        self._replicas = np.arange(workers) // setting.replicas if apart else None
+        columns, rows = np.arange(workers) % self._spread, np.arange(workers) // self.group
+        self._groups = (columns if setting.near == "replicas" else rows) if apart else None
+        peers = (
+            np.arange(workers) // setting.replicas if setting.near == "replicas" else np.arange(workers) % self.group
+        )
+        self._replicas = peers if apart else None
         self._fixed = {(name, part): self._of(name, part) for name, part in ops}
 
     @property
@@ -76,13 +82,17 @@ class Costs:
             case "key":
                 return load.keys
             case "row of the owner":
-                return self.owned_rows()
+                return self.held_rows
             case "row of two batches":
-                return max(0.0, 2 * self.owned_rows() - self.owned_rows(batches=2))
+                return max(0.0, 2 * self.held_rows - self.owned_rows(batches=2 * self._told))
             case "byte of rows":
                 return self.moved_bytes * self._share(name, self.split.rows, part)
             case "byte of gradients":
                 return self.moved_bytes * self._share(name, self.split.grads, part)
+            case "byte of sums":
+                return self._sums(part)
+            case "byte of records":
+                return self._records
             case "forward operation":
                 return load.forward_flops * self._share(name, self.split.compute, part)
             case "backward operation":
@@ -98,9 +108,10 @@ class Costs:
         alone = self._alone(name, self.units(name, part))
         if self.workers == 1:
             return Cost(alone)
-        if name == op.UPDATE and self.setting.replicas > 1:  # no operation of its own yet: simulated only
-            num_bytes = self.owned_rows(batches=self.setting.replicas) * self._mean_record
-            return Cost(alone, self.profile.network.all_reduce(num_bytes, self.setting.replicas), self._replicas)
+        if name == op.MERGE:  # the same to each of the others
+            return Cost(alone, self._among_replicas(self.units(name, part) * self.setting.replicas), self._replicas)
+        if name == op.AVERAGE:  # to the worker that averages them, and back to all
+            return Cost(alone, 2 * self._among_replicas(self.units(name, part)), self._replicas)
         match op.OPERATIONS[name].collective if name in op.OPERATIONS else None:
             case "all_to_all":
                 return Cost(alone, self._all_to_all(name, part), self._groups)
@@ -124,9 +135,15 @@ class Costs:
 
     def _all_to_all(self, name: str, part: int) -> float:
         def seconds(num_bytes: float) -> float:
-            return self.profile.network.all_to_all(num_bytes, self.group, spread=self.setting.replicas)
+            return self.profile.network.all_to_all(num_bytes, self.group, spread=self._spread)
 
-        return seconds(self._sent(name, part)) + (seconds(self._sizes) if units()[name] == "key" else 0.0)
+        if units()[name] != "key":
+            return seconds(self._sent(name, part))
+        told = self._among_replicas(self._owned_key_bytes * self.setting.replicas) if self.setting.replicas > 1 else 0.0
+        return seconds(self._sent(name, part)) + seconds(self._sizes) + told
+
+    def _among_replicas(self, num_bytes: float) -> float:
+        return self.profile.network.all_to_all(num_bytes, self.setting.replicas, spread=self._replica_spread)
 
     @property
     def _sizes(self) -> float:
@@ -160,6 +177,39 @@ class Costs:
     def owned_rows(self, batches: int = 1) -> float:
         """Distinct rows that an owner is asked for by its group, in so many of its batches."""
         return sum(table.growth(table.keys * self.group * batches) / self.group for table in self.workload.tables)
+
+    @property
+    def _told(self) -> int:
+        """Groups whose rows an owner looks up: where replicas are kept exactly together, all of them."""
+        return self.setting.replicas if op.MERGE in self.workload.keeping else 1
+
+    @property
+    def held_rows(self) -> float:
+        """Distinct rows that an owner looks up and updates."""
+        return self.owned_rows(batches=self._told)
+
+    @property
+    def _owned_key_bytes(self) -> float:
+        tables = self.workload.tables
+        return sum(table.growth(table.keys * self.group) / self.group * table.key_bytes for table in tables)
+
+    def _sums(self, part: int) -> float:
+        """Bytes of the sums of gradients that are complete at an owner with a part: of rows that no later micro-batch of its
+        group uses, were keys dealt to them at random."""
+        parts, total = self.schedule.num_parts(op.MERGE), 0.0
+        for table in (table for table in self.workload.tables if table.sync == "exact"):
+            later = [table.growth(table.keys * self.group * (parts - p) / parts) for p in (part, part + 1)]
+            total += (later[0] - later[1]) / self.group * table.dim * 4
+        return total
+
+    @property
+    def _records(self) -> float:
+        """Bytes of the rows, with their state, that an owner averages in a step, on average."""
+        total = 0.0
+        for table in (table for table in self.workload.tables if table.sync == "average"):
+            keys = table.keys * self.group * self.setting.replicas * table.sync_every
+            total += table.growth(keys) / self.group * table.record / table.sync_every
+        return total
 
     @property
     def moved_bytes(self) -> float:

@@ -130,10 +130,9 @@ def plan(
 
 
 def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mapping[str, float]) -> str:
-    """In words: the best that can be run today, its runner-up, and what replicas would bring."""
-    runnable = [choice for choice in choices if choice.setting.replicas == 1]
-    best = runnable[0]
-    other = next((choice for choice in runnable[1:] if choice.setting.schedule != best.setting.schedule), None)
+    """In words: the best, and its runner-up."""
+    best = choices[0]
+    other = next((choice for choice in choices[1:] if choice.setting.schedule != best.setting.schedule), None)
     lines = [
         f"On {workers:,} workers of {profile.name}: {_toml(best.setting)}",
         f"  predicted step {best.prediction.step:,.1f} ms, utilization {best.prediction.utilization:.1%}, "
@@ -143,12 +142,11 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
     if other is not None:
         ratio = other.prediction.step / best.prediction.step
         lines.append(f"  runner-up: {other.setting.name}, {other.prediction.step:,.1f} ms ({ratio:.2f} times as long)")
-    replicated = [choice for choice in choices if choice.setting.replicas > 1 and not choice.short_of]
-    if replicated and replicated[0].prediction.step < best.prediction.step / AS_GOOD:
-        first = replicated[0]
+    if best.setting.replicas > 1:
+        single = next(choice for choice in choices if choice.setting.replicas == 1)
         lines.append(
-            f"  with {first.setting.replicas} replicas of the tables it would be {first.prediction.step:,.1f} ms "
-            f"({first.setting.name}): simulated only, this version trains with one"
+            f"  with one replica of the tables it would be {single.prediction.step:,.1f} ms ({single.setting.name})"
+            + (", which does not fit" if single.short_of else "")
         )
     needed, limits = best.memory, {
         "device": profile.device_memory, "host": profile.host_memory, "disk": profile.disk,
@@ -175,7 +173,8 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
 
 def _toml(setting: Setting) -> str:
     cut = f", micro_batches = {setting.micro_batches}, clustering = {setting.clustering!r}"
-    return f"schedule {setting.schedule!r}" + (cut if setting.parts > 1 else "")
+    replicas = f", replicas = {setting.replicas}" if setting.replicas > 1 else ""
+    return f"schedule {setting.schedule!r}" + (cut if setting.parts > 1 else "") + replicas
 
 
 def _size(value: float) -> str:

@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from nestpipe.batch import Batch, Jagged
 from nestpipe.config import Built, Config, build
 from nestpipe.exchange.clustering import cluster
-from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.plan import ExchangePlan, Holders
 from nestpipe.exchange.requests import is_wide
 from nestpipe.kernels.keys import Deduplicator
+from nestpipe.schedule.ops import AVERAGE, MERGE
 from nestpipe.simulate.keys import Growth, count
 from nestpipe.tables import Feature, Table
 
@@ -36,6 +37,7 @@ class TableLoad:
     record: bytes of a row with its optimizer's state. key_bytes: of a key on its way to its owner.
     owners: workers that hold it, if not all of a group.
     memory: budget over all workers of a table on disk, its index included.
+    sync, sync_every: how its replicas are kept together, where there are any.
     """
 
     name: str
@@ -49,6 +51,8 @@ class TableLoad:
     pooled_at: str = "source"
     owners: int | None = None
     memory: int | str | None = None
+    sync: str = "exact"
+    sync_every: int = 1
 
     def travelling(self, workers: int) -> float:
         """Bytes of rows, or of pooled vectors where they are fewer, that a batch gets from all owners."""
@@ -96,6 +100,17 @@ class Workload:
     def keys(self) -> float:
         return sum(table.keys for table in self.tables)
 
+    @property
+    def keeping(self) -> list[str]:
+        """The operations that keep replicas of its tables together."""
+        syncs = {table.sync for table in self.tables}
+        return [name for name, sync in ((MERGE, "exact"), (AVERAGE, "average")) if sync in syncs]
+
+    def averaged(self, every: int = 1) -> Workload:
+        """With replicas that are averaged every so many steps."""
+        tables = [dataclasses.replace(table, sync="average", sync_every=every) for table in self.tables]
+        return dataclasses.replace(self, tables=tables)
+
     @functools.lru_cache(maxsize=256)  # noqa: B019  (a handful of workloads live as long as the program)
     def split(self, micro_batches: int, clustering: str = "none", window_cache: bool = True) -> Split:
         """Counted in the batches that were read, cut as the engine would cut them."""
@@ -124,7 +139,7 @@ def of_config(config: Config, *, batches: int = BATCHES) -> Workload:
 
 
 def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
-    plan = ExchangePlan(built.tables, built.features, _owners(built.tables))
+    plan = ExchangePlan(built.tables, built.features, [Holders(owners) for owners in _owners(built.tables)])
     first = batches[0]
     forward, backward = flops(built.model, first.slice(0, min(first.size, MODEL_SAMPLES)), built.features, built.tables)
     each = first.size / min(first.size, MODEL_SAMPLES)
@@ -173,6 +188,8 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
         pooled_at="source" if sequences else table.pooled_at,
         owners=table.owners if isinstance(table.owners, int) else None,  # "auto" is simulated as all
         memory=table.memory,
+        sync=table.sync,
+        sync_every=table.sync_every,
     )
 
 

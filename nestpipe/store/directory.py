@@ -153,6 +153,17 @@ class Directory:
             positions[missing] = shared
         return positions
 
+    def find_any(self, keys: np.ndarray) -> np.ndarray:
+        """Positions, -1 among them, of all rows that these keys have now or may have shared before: a rare key that has got a row of
+        its own meanwhile leaves a shared one behind."""
+        own = np.empty(len(keys), np.int64)
+        self.index.find(keys, own)
+        if not self.shares_rows:
+            return own
+        shared = np.empty(len(keys), np.int64)
+        self.shared.find(shards(keys), shared)
+        return np.concatenate([own, shared])
+
     # -- everything at once: digest, checkpoint ----------------------------------------------------------------------
 
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:

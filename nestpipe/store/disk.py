@@ -77,7 +77,7 @@ class DiskStore(TableStore):
         positions, self.births = self.directory.resolve(keys, step)
         for births in self.births:
             self._expect(births)
-        self._mark(positions, step)
+        self.mark(positions, step)
         return positions
 
     def fill(self, positions: np.ndarray, records: np.ndarray, wanted: np.ndarray) -> None:
@@ -145,7 +145,7 @@ class DiskStore(TableStore):
         self._fit(keys)
         positions = self.directory.restore(keys, rows[:, self.record_words :], shared=shared)
         self._hot.put(positions, np.ascontiguousarray(rows[:, : self.record_words]))
-        self._mark(positions, 0)
+        self.mark(positions, 0)
 
     def put_sightings(self, keys: np.ndarray, counts: np.ndarray) -> None:
         self._fit(keys)

@@ -37,7 +37,7 @@ class MemoryStore(TableStore):
         self._chunks.reserve(self.directory.used)
         for births in self.births:
             self._bear(self.rows, births)
-        self._mark(positions, step)
+        self.mark(positions, step)
         return positions
 
     def read(self, keys: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
@@ -66,7 +66,7 @@ class MemoryStore(TableStore):
         positions = self.directory.restore(keys, rows[:, self.record_words :], shared=shared)
         self._chunks.reserve(self.directory.used)
         records.put(np.ascontiguousarray(rows[:, : self.record_words]), positions, self._chunks.raw)
-        self._mark(positions, 0)
+        self.mark(positions, 0)
 
     def stats(self) -> StoreStats:
         self.directory.sweep()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,6 +88,10 @@ class StoreStats(NamedTuple):
     reads: int = 0  # rows that a batch read from the file
     writes: int = 0  # rows written to the file
 
+    def of_copy(self) -> StoreStats:
+        """Of a replica that another stands for: what it takes and does, not what it holds."""
+        return self._replace(rows=0, shared_rows=0, born=0, evicted=0)
+
     @property
     def bytes_per_row(self) -> float:
         return self.bytes / max(1, self.rows + self.shared_rows)
@@ -116,6 +120,10 @@ class TableStore:
         self._birth_scratch = np.empty(table.dim, np.float32)
         self._update_scratch = update.scratch_for(table.dim)
         self._rule = _rule_of(table)
+        self.share = (
+            0,
+            1,
+        )  # (i, n): this worker saves the i-th of n parts of its keys, others that hold the same the rest
         self._used_at: np.ndarray | None = None  # by position: the last step that used it; None: nobody asks
 
     def __len__(self) -> int:
@@ -216,16 +224,41 @@ class TableStore:
 
     def blocks(self, *, shared: bool = False) -> Iterator[Pairs]:
         """All keys (or shards) with their `records`, in blocks: a table may be larger than memory."""
-        if not shared:
-            for keys, positions in self.directory.blocks():
-                for start in range(0, len(keys), self._block_rows):
-                    part = slice(start, start + self._block_rows)
-                    yield keys[part], self.records(positions[part])
-            return
-        ids, positions = self.shared_items()
-        for start in range(0, len(ids), self._block_rows):
-            part = slice(start, start + self._block_rows)
-            yield ids[part], self.records(positions[part])
+        yield from self._with_records([self.shared_items()] if shared else self.directory.blocks())
+
+    def saved_blocks(self, *, shared: bool = False) -> Iterator[Pairs]:
+        """Like `blocks`, of those that this worker saves."""
+        yield from self._with_records(self._saved([self.shared_items()] if shared else self.directory.blocks(), shared))
+
+    def saved_keys(self) -> Iterator[np.ndarray]:
+        return (keys for keys, _ in self._saved(self.directory.blocks()))
+
+    def saved_sightings(self) -> Iterator[Pairs]:
+        return self._saved(self.directory.sightings.blocks())
+
+    def num_saved(self) -> tuple[int, int, int]:
+        """Keys, shards whose rare keys share a row, and rare keys that this worker saves."""
+        of = self.directory
+        if self.share[1] == 1:
+            return len(of), len(of.shared), len(of.sightings)
+        every = (of.blocks(), False), ([self.shared_items()], True), (of.sightings.blocks(), False)
+        own, shared, seen = (sum(len(keys) for keys, _ in self._saved(some, ids)) for some, ids in every)
+        return own, shared, seen
+
+    def _saved(self, blocks: Iterable[Pairs], are_shards: bool = False) -> Iterator[Pairs]:
+        part, parts = self.share
+        for keys, values in blocks:
+            if parts == 1:
+                yield keys, values
+            else:
+                mine = (keys if are_shards else shards(keys)) % parts == part
+                yield keys[mine], values[mine]
+
+    def _with_records(self, blocks: Iterable[Pairs]) -> Iterator[Pairs]:
+        for keys, positions in blocks:
+            for start in range(0, len(keys), self._block_rows):
+                part = slice(start, start + self._block_rows)
+                yield keys[part], self.records(positions[part])
 
     @property
     def tracks_changes(self) -> bool:
@@ -236,7 +269,7 @@ class TableStore:
         if self._used_at is None:
             self._used_at = np.zeros(self.directory.used, np.uint32)
 
-    def _mark(self, positions: np.ndarray, step: int) -> None:
+    def mark(self, positions: np.ndarray, step: int) -> None:
         """The batch of this step uses these: it will update them, and has counted them."""
         if self._used_at is None:
             return
@@ -251,16 +284,17 @@ class TableStore:
         return self._used_at[positions] >= since
 
     def num_changed(self, since: int) -> int:
-        """Keys whose own row the batch of step `since`, or a later one, may have changed."""
-        return sum(int(self._is_changed(positions, since).sum()) for _, positions in self.directory.blocks())
+        """Keys that this worker saves whose own row the batch of step `since`, or a later one, may have changed."""
+        return sum(len(keys) for keys, _ in self._changed(since))
 
     def changed_blocks(self, since: int) -> Iterator[Pairs]:
-        """Like `blocks`, of those."""
-        for keys, positions in self.directory.blocks():
-            some = np.flatnonzero(self._is_changed(positions, since))
-            for start in range(0, len(some), self._block_rows):
-                part = some[start : start + self._block_rows]
-                yield keys[part], self.records(positions[part])
+        """Like `saved_blocks`, of those."""
+        yield from self._with_records(self._changed(since))
+
+    def _changed(self, since: int) -> Iterator[Pairs]:
+        for keys, positions in self._saved(self.directory.blocks()):
+            some = self._is_changed(positions, since)
+            yield keys[some], positions[some]
 
     @property
     def _block_rows(self) -> int:

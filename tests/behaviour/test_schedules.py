@@ -60,6 +60,8 @@ class Case:
     pause_every: int | None = None
     check_freshness: bool = False
     broken_sync: bool = False
+    replicas: int = 1
+    averaged: int = 0  # every so many steps, all tables but the first; 0: all are exact
 
 
 class SmallHotSet(DiskStore):
@@ -148,6 +150,8 @@ def random_delays(seed: int, rank: int, micro_batches: int) -> Around:
 
 def make(case: Case) -> tuple[Trainer, list[Feature], str]:
     tables, features = declared(case.tier, case.samples)
+    if case.averaged:
+        tables[1:] = [dataclasses.replace(t, sync="average", sync_every=case.averaged) for t in tables[1:]]
     nestpipe.engine.worker.DiskStore = SmallHotSet
     # In memory where there is such a folder: the timing of a disk is not what is tested here. (It has no O_DIRECT, so the
     # files are read through the page cache; tests/store does it the other way.) An extent there is memory to be cleared.
@@ -163,6 +167,7 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
         window_cache=case.window_cache,
         clustering=case.clustering,
         look_ahead=case.look_ahead,
+        replicas=case.replicas,
         storage=folder,
         check_freshness=case.check_freshness,
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nestpipe.batch import Batch, Jagged
 from nestpipe.exchange.clustering import cluster, even_bounds, tapered_bounds
-from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.plan import ExchangePlan, Holders
 from nestpipe.kernels import clusters
 from nestpipe.kernels.keys import Deduplicator, shards
 from nestpipe.schedule.setting import CLUSTERINGS
@@ -250,7 +250,7 @@ def test_window_prefers_rows_of_its_own_worker_at_both_ends() -> None:
     lists = list(zipf(rng, 512 * 50, 1.05).reshape(512, 50))
     owner = (shards(np.concatenate(lists)) * 2 >> 16).reshape(512, 50)
 
-    on_two = ExchangePlan(ITEMS.tables, ITEMS.features, [np.arange(2)])
+    on_two = ExchangePlan(ITEMS.tables, ITEMS.features, [Holders(np.arange(2))])
 
     def to_travel(rank: int) -> int:
         order, bounds = cluster(histories(lists), on_two, 8, "window", Deduplicator(), rank=rank, world=2)

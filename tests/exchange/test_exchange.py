@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nestpipe import SGD, Adagrad, Batch, Feature, Jagged, Table, Trainer
 from nestpipe.exchange import transport
+from nestpipe.exchange.mesh import Mesh
 from nestpipe.exchange.plan import place
 from nestpipe.kernels.keys import owner_of
 from nestpipe.store.memory import MemoryStore
@@ -251,7 +252,7 @@ def test_a_table_on_some_workers_takes_neighbours_that_have_least_to_do() -> Non
         Table("e", 4, owners=9),
     ]
     features = [Feature(name, name) for name in "abcde"]
-    assert [owners.tolist() for owners in place(tables, features, 4)] == [
+    assert [held.owners.tolist() for held in place(tables, features, Mesh.flat(4), 0)] == [
         [0, 1, 2],
         [3],
         [0, 1, 2, 3],

@@ -11,6 +11,7 @@ from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.check import ScheduleError, check, require
 from nestpipe.schedule.ops import (
     AGREE,
+    AVERAGE,
     BWD,
     COMPUTE,
     DENSE,
@@ -18,6 +19,7 @@ from nestpipe.schedule.ops import (
     FWD,
     GRAD,
     H2D,
+    MERGE,
     OPERATIONS,
     PREFETCH,
     RETRIEVE,
@@ -29,6 +31,7 @@ from nestpipe.schedule.ops import (
     Schedule,
     Task,
 )
+from nestpipe.schedule.replicated import replicated
 
 DBP = SCHEDULES["dbp"]()
 
@@ -216,12 +219,52 @@ def test_an_operation_there_twice_is_named() -> None:
     assert "UPDATE(t) is there twice" in check(changed(twice)).problems
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if not operation.optional])
 def test_a_schedule_that_lacks_an_operation_is_refused(name: str) -> None:
     def drop(t: int, tasks: list[Task]) -> list[Task]:
         return [task for task in tasks if task.op.name != name]
 
     assert check(changed(drop, SCHEDULES["serial"]())).problems
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeping", [[MERGE], [AVERAGE], [MERGE, AVERAGE]], ids="+".join)
+@pytest.mark.parametrize("micro_batches", [1, 3, 12])
+@pytest.mark.parametrize("name", ["serial", "dbp", "fwp", "nested", "stale"])
+def test_every_schedule_is_as_fresh_with_replicas(name: str, micro_batches: int, keeping: list[str]) -> None:
+    plain = SCHEDULES[name](micro_batches=micro_batches)
+    schedule = replicated(plain, keeping)
+    verdict, before = require(schedule, keeping), check(plain)
+    assert (verdict.stale_by, verdict.in_flight) == (before.stale_by, before.in_flight)
+    assert len(schedule.tasks) == len(plain.tasks) + (MERGE in keeping) * plain.num_parts(GRAD) + (AVERAGE in keeping)
+
+
+@pytest.mark.parametrize("name", [MERGE, AVERAGE])
+def test_replicas_that_nothing_keeps_together_are_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"no {name}\(t\): replicas of tables would drift apart"):
+        require(NESTED, [name])
+
+
+def test_sums_that_leave_before_their_gradients_have_come_are_found() -> None:
+    def early(t: int, tasks: list[Task]) -> list[Task]:
+        merges = [task._replace(lane="early") for task in tasks if task.op.name == MERGE]
+        return [*(task for task in tasks if task.op.name != MERGE), *merges]
+
+    problems = check(changed(early, replicated(NESTED, [MERGE]))).problems
+    assert any("collectives of group rows have no single order" in text for text in problems)
+    assert any("missing edge GRAD(t" in text and "-> MERGE(t" in text for text in problems)
+
+
+def test_an_average_that_comes_after_the_next_rows_have_left_is_found() -> None:
+    def late(t: int, tasks: list[Task]) -> list[Task]:
+        kept = [task for task in tasks if task.op.name != AVERAGE]
+        place = next(i for i, task in enumerate(kept) if task.op.name == EMB) + 1
+        return [*kept[:place], Task(Op(AVERAGE, t - 1), COMPUTE), *kept[place:]]
+
+    verdict = check(changed(late, replicated(SCHEDULES["serial"](), [AVERAGE])))
+    assert verdict.problems or verdict.stale_by == 1
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

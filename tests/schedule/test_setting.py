@@ -60,7 +60,8 @@ def test_its_name_tells_settings_apart() -> None:
     assert names[0] == "serial" and "NOT exact" in names[1] and names[2] == "fwp, N = 4, clustering window"
 
 
-def test_the_trainer_takes_all_of_it_but_replicas() -> None:
+def test_the_trainer_takes_all_of_it() -> None:
     assert Setting("dbp", replicas=2).options() == {
         "schedule": "dbp", "micro_batches": 1, "window_cache": True, "clustering": "window", "look_ahead": None,
+        "replicas": 2, "near": "shards",
     }  # fmt: skip

@@ -14,13 +14,15 @@ from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import READ
 from nestpipe.simulate.sweep import predict, run
-from nestpipe.simulate.workload import Workload
+from nestpipe.simulate.workload import Workload, of_config
 from nestpipe.sizes import BUCKET_BYTES
+from tests.simulate import tiny
 from tests.simulate.tiny import load, profile, workload
 
 SERIAL = Setting("serial")
 LINKS = Network(4, Level(latency=1e-6, bandwidth=1e9), Level(latency=1e-5, bandwidth=1e8))
-ONE_EACH = {name: (1.0, 0.0) for name in OPERATIONS}
+NEEDED = [name for name, operation in OPERATIONS.items() if not operation.optional]  # without replicas
+ONE_EACH = {name: (1.0, 0.0) for name in NEEDED}
 
 
 def alone(costs: Costs, name: str) -> float:
@@ -33,7 +35,7 @@ def alone(costs: Costs, name: str) -> float:
 def test_every_operation_does_as_much_as_by_hand() -> None:
     # 4 workers draw 160 keys, 80 of them distinct; each owns 20. In two batches it is 40: none is shared.
     costs = Costs(workload(), profile({}), SERIAL, 4)
-    assert {name: costs.units(name) for name in OPERATIONS} == {
+    assert {name: costs.units(name) for name in NEEDED} == {
         "PREFETCH": 10, "H2D": 1000, "ROUTE": 40, "RETRIEVE": 20, "SYNC": 0, "EMB": 20 * 8 * 4, "FWD": 1e6, "BWD": 2e6,
         "REDUCE": 400, "AGREE": 1, "GRAD": 20 * 8 * 4, "UPDATE": 20, "DENSE": 400, "WRITEBACK": 20,
     }  # fmt: skip
@@ -60,13 +62,13 @@ def test_what_workers_do_together_takes_what_the_network_says() -> None:
     sizes = LINKS.all_to_all(8 * (1 + 4) * 8, 8)  # the state of the sender, and four figures of the one table
     assert costs(Op("ROUTE", 0)).together == pytest.approx(LINKS.all_to_all(20 * 8, 8) + sizes)
     assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(8 * 8, 8)
-    for name in set(OPERATIONS) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
+    for name in set(NEEDED) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
         assert costs(Op(name, 0)).together is None
 
 
 def test_on_one_worker_nobody_meets() -> None:
     costs = Costs(workload(), profile(ONE_EACH, network=LINKS), SERIAL, 1)
-    assert all(costs(Op(name, 0)).together is None for name in OPERATIONS)
+    assert all(costs(Op(name, 0)).together is None for name in NEEDED)
     assert costs.counts.tolist() == [1]
 
 
@@ -98,8 +100,8 @@ def test_micro_batches_have_their_shares(histories: Workload) -> None:
 def test_work_of_the_host_stretches_with_the_workers_on_its_cores(workers: int, stretched: float) -> None:
     hosted = profile(ONE_EACH, cores=2, hosted=("PREFETCH", "UPDATE"))  # nodes of four
     costs = Costs(workload(), hosted, SERIAL, workers)
-    took = {name: alone(costs, name) for name in OPERATIONS}
-    assert took == {name: stretched if name in ("PREFETCH", "UPDATE") else 1.0 for name in OPERATIONS}
+    took = {name: alone(costs, name) for name in NEEDED}
+    assert took == {name: stretched if name in ("PREFETCH", "UPDATE") else 1.0 for name in NEEDED}
 
 
 def test_cores_enough_for_all_stretch_nothing() -> None:
@@ -108,11 +110,11 @@ def test_cores_enough_for_all_stretch_nothing() -> None:
 
 
 def test_a_crowded_cluster_slows_lookups_down_and_nothing_else() -> None:
-    each = {name: (0.5, 1.0) for name in OPERATIONS}
+    each = {name: (0.5, 1.0) for name in NEEDED}
     costs = Costs(workload(), profile(each, crowding=0.01), SERIAL, 101)
     slowed = {name: 2.0 if operation.kind == op.LOOKUP else 1.0 for name, operation in OPERATIONS.items()}
-    assert {name: alone(costs, name) for name in OPERATIONS} == {
-        name: pytest.approx(0.5 + slowed[name] * costs.units(name)) for name in OPERATIONS
+    assert {name: alone(costs, name) for name in NEEDED} == {
+        name: pytest.approx(0.5 + slowed[name] * costs.units(name)) for name in NEEDED
     }
     lonely = Costs(workload(), profile(each, crowding=0.01), SERIAL, 1)
     assert alone(lonely, "RETRIEVE") == 0.5 + lonely.units("RETRIEVE")
@@ -129,20 +131,39 @@ def test_there_is_at_least_one_replica() -> None:
         Setting("serial", replicas=0)
 
 
-def test_replicas_exchange_rows_in_smaller_groups_and_what_they_update_between_them() -> None:
-    setting = Setting("serial", replicas=4)
-    costs = Costs(workload(), profile({}, network=LINKS), setting, 16)
-    assert costs.group == 4
-    assert costs(Op("EMB", 0)).together == LINKS.all_to_all(20 * 8 * 4, 4, spread=4)
-    # Four groups ask an owner for 20 rows each: 80 distinct ones, each with its state.
-    assert costs(Op("UPDATE", 0)).together == pytest.approx(LINKS.all_reduce(80 * 36, 4))
-    assert Costs(workload(), profile({}, network=LINKS), SERIAL, 16)(Op("UPDATE", 0)).together is None
+@pytest.mark.parametrize("near", ["shards", "replicas"])
+def test_replicas_exchange_rows_in_smaller_groups_and_what_keeps_them_together_between_them(near: str) -> None:
+    setting = Setting("serial", replicas=4, near=near)
+    inside, between = (1, 4) if near == "shards" else (4, 1)  # how far apart workers of a group, and replicas, are
+    exact, averaged = (
+        Costs(load, profile({}, network=LINKS), setting, 16) for load in (workload(), workload().averaged(2))
+    )
+    assert exact.group == 4
+    assert exact(Op("EMB", 0)).together == LINKS.all_to_all(20 * 8 * 4, 4, spread=inside)
+    # An owner is asked for 20 rows by its group, and sends a sum for each to three others. It looks up those of all groups.
+    assert exact(Op("MERGE", 0)).together == pytest.approx(LINKS.all_to_all(4 * 20 * 8 * 4, 4, spread=between))
+    assert exact.units("RETRIEVE") == exact.units("UPDATE") == 80
+    # Four groups in two steps: 160 rows, each with its state; to who averages them, and back.
+    assert averaged(Op("AVERAGE", 0)).together == pytest.approx(2 * LINKS.all_to_all(160 * 36 / 2, 4, spread=between))
+    assert not exact.schedule.has("AVERAGE") and not averaged.schedule.has("MERGE")
+    assert not Costs(workload(), profile({}, network=LINKS), SERIAL, 16).schedule.has("MERGE")
 
 
-def test_with_jitter_only_workers_of_a_replica_wait_for_each_other() -> None:
-    costs = Costs(workload(), profile({}, network=LINKS, jitter=0.1), Setting("serial", replicas=2), 6)
-    group = costs(Op("EMB", 0)).group
-    assert group is not None and group.tolist() == [0, 1, 0, 1, 0, 1]
+def test_sums_of_rows_that_all_micro_batches_use_are_complete_with_the_last() -> None:
+    setting = Setting("nested", 2, clustering="none", replicas=2)
+    some = tiny.sequences("data.skew=1.2")
+    costs = Costs(of_config(some), profile({}, network=LINKS), setting, 4)
+    first, last = (costs.units("MERGE", part) for part in (0, 1))
+    assert 0 < first < last
+
+
+@pytest.mark.parametrize(("near", "groups"), [("shards", [0, 0, 0, 1, 1, 1]), ("replicas", [0, 1, 0, 1, 0, 1])])
+def test_with_jitter_only_workers_of_a_group_or_replicas_wait_for_each_other(near: str, groups: list[int]) -> None:
+    setting = Setting("serial", replicas=2, near=near)
+    costs = Costs(workload(), profile({}, network=LINKS, jitter=0.1), setting, 6)
+    group, replicas = costs(Op("EMB", 0)).group, costs(Op("MERGE", 0)).group
+    assert group is not None and group.tolist() == groups
+    assert replicas is not None and all(len(set(np.array(groups)[replicas == r])) == 2 for r in set(replicas.tolist()))
     assert costs(Op("AGREE", 0)).group is None
 
 

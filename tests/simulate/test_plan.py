@@ -148,12 +148,12 @@ def test_what_does_not_fit_is_ranked_last_however_fast(histories: Workload) -> N
     assert "host 15.5 GB of 23.2 GB" in text
 
 
-def test_replicas_that_fit_are_told_as_simulated_only(histories: Workload) -> None:
+def test_replicas_that_fit_are_told_beside_the_best_without(histories: Workload) -> None:
     choices, cluster = planned(histories, 10 * NEEDED)
     assert choices[0].setting.replicas == 2
     text = plan.told(choices, cluster, 4, ROWS)
-    assert text.startswith("On 4 workers of paper: schedule") and "replicas" not in text.splitlines()[0]
-    assert "with 2 replicas of the tables it would be" in text and "simulated only" in text
+    assert text.startswith("On 4 workers of paper: schedule") and text.splitlines()[0].endswith(", replicas = 2")
+    assert "with one replica of the tables it would be" in text
 
 
 def test_when_nothing_fits_it_is_said_with_what_to_do(histories: Workload) -> None:

@@ -311,6 +311,8 @@ def test_the_picture_shows_every_operation_in_its_colour_and_paler_for_every_oth
     assert pixels.shape[1] == 1600 and pixels.shape[0] <= 900
     above_the_legend = set(map(tuple, pixels[:-40].reshape(-1, 3).tolist()))
     for op, operation in OPERATIONS.items():
+        if operation.optional:  # this schedule does without
+            continue
         colour = operation.colour
         strong = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
         pale = [round(255 * (value / 255 + (1 - value / 255) * 0.42)) for value in strong]

@@ -1,0 +1,294 @@
+"""Replicas of tables (2D): the result is that of one replica, to rounding; replicas and schedules agree to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nestpipe import SGD, Adagrad, Batch, Feature, Jagged, RowwiseAdagrad, Table, Trainer
+from nestpipe.optim import RowOptimizer
+from nestpipe.tables import Normal
+from tests.behaviour.test_schedules import Case, batches, close, make, serial, train
+from tests.cluster import Cluster
+
+MESHES = [(2, 2), (2, 1), (4, 1), (3, 2)]  # replicas, shards
+
+
+def together(parts: list[Batch]) -> Batch:
+    def joined(name: str) -> Jagged:
+        values = torch.cat([part.keys[name].values for part in parts])
+        lengths = torch.cat([part.keys[name].lengths for part in parts])
+        return Jagged.from_lengths(values, lengths)
+
+    return Batch({name: joined(name) for name in parts[0].keys}, {}, torch.cat([part.labels for part in parts]))
+
+
+def column(features: list[Feature], case: Case, shard: int, replicas: int, shards: int) -> Iterator[Batch]:
+    """The batches of all workers of a mesh that hold one shard, as one worker would get them."""
+    ranks = [group * shards + shard for group in range(replicas)]
+    streams = [batches(features, case, rank, replicas * shards) for rank in ranks]
+    for parts in itertools.zip_longest(*streams):
+        yield together([part for part in parts if part is not None])
+
+
+def rows_of(trainer: Any) -> dict[str, dict[int, np.ndarray]]:
+    """Values and optimizer state by table and key, of what this worker alone, or first among replicas, holds."""
+    held: dict[str, dict[int, np.ndarray]] = {}
+    for k, store in enumerate(trainer.stores):
+        table = held[store.table.name] = {}
+        if trainer._worker.ops.plan.is_copy(k, trainer.rank):
+            continue
+        for shared in (False, True):
+            for keys, words in store.blocks(shared=shared):
+                if store.half:  # bfloat16 values
+                    bits = np.ascontiguousarray(words[:, : store._value_words]).view(np.uint16).astype(np.uint32) << 16
+                    words = np.concatenate([bits.view(np.float32), words[:, store._value_words :]], 1)
+                table |= {(int(key), shared): row for key, row in zip(keys, words, strict=True)}
+    return held
+
+
+def train_rows(case: Case, replicas: int, shards: int) -> dict[str, dict[int, np.ndarray]]:
+    """On a mesh, or on as many workers as it has shards, with the same batches."""
+    trainer, features, folder = make(case)
+    try:
+        if case.replicas > 1:
+            trainer.fit(batches(features, case, trainer.rank, trainer.world))
+        else:
+            trainer.fit(column(features, case, trainer.rank, replicas, shards))
+        trainer.digest()  # raises if replicas differ
+        return rows_of(trainer)
+    finally:
+        close(trainer, folder)
+
+
+def united(parts: list[dict[str, dict[int, np.ndarray]]]) -> dict[str, dict[int, np.ndarray]]:
+    return {name: {key: row for part in parts for key, row in part[name].items()} for name in parts[0]}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_exact_replicas_give_what_one_replica_gives(cluster: Cluster, mesh: tuple[int, int], tier: str) -> None:
+    """Every row optimizer, pooling, admission, eviction; the same global batches."""
+    replicas, shards = mesh
+    case = Case("serial", tier, steps=50, replicas=replicas)
+    expected = united(cluster.run(shards, train_rows, dataclasses.replace(case, replicas=1), replicas, shards))
+    rows = united(cluster.run(replicas * shards, train_rows, case, replicas, shards))
+    assert rows.keys() == expected.keys()
+    for name, table in rows.items():
+        assert table.keys() == expected[name].keys() and table
+        mine, theirs = (np.stack([held[key] for key in sorted(held)]) for held in (table, expected[name]))
+        rounding = 1e-2 if "adagrad 1" in name else 1e-6  # bfloat16
+        np.testing.assert_allclose(mine, theirs, rtol=rounding, atol=rounding, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+@pytest.mark.parametrize("schedule", ["dbp", "fwp", "nested"])
+def test_every_schedule_equals_serial_with_replicas(cluster: Cluster, schedule: str, mesh: tuple[int, int]) -> None:
+    replicas, shards = mesh
+    for number, tier in enumerate(["memory", "disk"]):
+        case = Case(schedule, tier, steps=12, micro_batches=3, clustering="window", delays=number, replicas=replicas)
+        world = replicas * shards
+        assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}
+
+
+# -- averaged ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["dbp", "fwp", "nested"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_every_schedule_equals_serial_with_replicas_that_are_averaged(
+    cluster: Cluster, schedule: str, every: int
+) -> None:
+    for number, (tier, (replicas, shards)) in enumerate([("memory", (2, 2)), ("disk", (2, 1)), ("disk", (3, 1))]):
+        case = Case(
+            schedule, tier, steps=13, micro_batches=2, delays=number, replicas=replicas, averaged=every,
+            check_freshness=number == 1,
+        )  # fmt: skip
+        world = replicas * shards
+        assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}
+
+
+class Fixed(nn.Module):
+    """Nothing to train but rows: each sample's rows add up to its label."""
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> torch.Tensor:
+        return ((rows["item"] * torch.tensor([1.0, -2.0, 0.5])).sum(1) - batch.labels) ** 2
+
+
+def clicks(rank: int, steps: int) -> list[Batch]:
+    rng = np.random.default_rng([3, rank])
+    made = []
+    for _ in range(steps):
+        lengths = rng.integers(0, 5, 4 + rank)  # groups of different weight
+        keys = torch.from_numpy(rng.integers(0, 30, int(lengths.sum())))
+        labels = torch.from_numpy(rng.standard_normal(len(lengths)).astype(np.float32))
+        made.append(Batch({"item": Jagged.from_lengths(keys, torch.from_numpy(lengths))}, {}, labels))
+    return made
+
+
+def train_averaged(optimizer: RowOptimizer, replicas: int, every: int, steps: int, near: str) -> dict[int, np.ndarray]:
+    table = Table("item", 3, optimizer=optimizer, init=Normal(0.0), sync="average", sync_every=every)
+    trainer = Trainer(
+        Fixed(),
+        [table],
+        [Feature("item", "item", "sum")],
+        dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        replicas=replicas,
+        near=near,
+        schedule="nested",
+        micro_batches=2,
+    )
+    with trainer:
+        trainer.fit(clicks(trainer.rank, steps))
+        return {key: row for (key, _), row in rows_of(trainer)["item"].items()}
+
+
+def by_hand(optimizer: RowOptimizer, groups: list[list[int]], every: int, steps: int) -> dict[int, np.ndarray]:
+    """Whole tables, one for each group; all of each is averaged. float64, [30, values and state]."""
+    state = optimizer.state_floats(3)
+    tables = np.zeros((len(groups), 30, 3 + state))
+    data = {rank: clicks(rank, steps) for group in groups for rank in group}
+    for step in range(steps):
+        weight = sum(batches[step].size for batches in data.values())
+        for table, group in zip(tables, groups, strict=True):
+            values = torch.tensor(table[:, :3], requires_grad=True)
+            used = np.zeros(30, bool)
+            for rank in group:
+                batch = data[rank][step]
+                keys, offsets = batch.keys["item"].values, batch.keys["item"].offsets
+                used[keys.numpy()] = True
+                rows = nn.functional.embedding_bag(keys, values, offsets[:-1], mode="sum")
+                Fixed()(batch, {"item": rows}).sum().backward()
+            grad = values.grad.numpy() * len(groups) / weight
+            table[used] = applied(optimizer, table[used], grad[used])
+        if (step + 1) % every == 0:
+            tables[:] = tables.mean(axis=0)
+    return dict(enumerate(tables[0]))
+
+
+def applied(optimizer: RowOptimizer, rows: np.ndarray, grad: np.ndarray) -> np.ndarray:
+    values, sums = rows[:, :3], rows[:, 3:]
+    if isinstance(optimizer, SGD):
+        return values - optimizer.lr * grad
+    sums = sums + (grad**2 if isinstance(optimizer, Adagrad) else (grad**2).mean(axis=1, keepdims=True))
+    return np.concatenate([values - optimizer.lr * grad / (np.sqrt(sums) + 1e-10), sums], 1)
+
+
+@pytest.mark.parametrize("near", ["shards", "replicas"])
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.3), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1)], ids=repr)
+def test_averaging_rows_used_since_equals_averaging_whole_tables(
+    cluster: Cluster, optimizer: RowOptimizer, every: int, near: str
+) -> None:
+    steps = 24
+    groups = [[0, 1], [2, 3]] if near == "shards" else [[0, 2], [1, 3]]
+    parts = cluster.run(4, train_averaged, optimizer, 2, every, steps, near)
+    rows = {key: row for part in parts for key, row in part.items()}
+    expected = by_hand(optimizer, groups, every, steps)
+    assert len(rows) == 30
+    for key, row in rows.items():
+        np.testing.assert_allclose(row, expected[key], rtol=1e-5, atol=1e-6)
+
+
+def test_averaging_every_step_with_sgd_is_training_one_replica(cluster: Cluster) -> None:
+    parts = cluster.run(4, train_averaged, SGD(lr=0.3), 2, 1, 24, "shards")
+    whole = by_hand(SGD(lr=0.3), [[0, 1, 2, 3]], 1, 24)
+    for key, row in ((key, row) for part in parts for key, row in part.items()):
+        np.testing.assert_allclose(row, whole[key], rtol=1e-6, atol=1e-6)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def train_and_save(case: Case, folder: str, steps: int) -> str:
+    """Digest at the end; saved on the way, in the foreground and in the background."""
+    trainer, features, storage = make(case)
+    try:
+        source = batches(features, case, trainer.rank, trainer.world)
+        trainer.fit(source, steps=steps)
+        trainer.save(Path(folder) / "whole")
+        into = trainer.checkpoints(Path(folder) / "parts", full_every=2)
+        trainer.checkpoint(into)
+        trainer.fit(source, steps=3)
+        trainer.checkpoint(into)  # what changed since
+        trainer.fit(source)
+        into.wait()
+        return trainer.digest()
+    finally:
+        close(trainer, storage)
+
+
+def loaded(case: Case, path: str, *, goes_on: bool = False) -> str:
+    trainer, features, storage = make(case)
+    try:
+        trainer.load(path)
+        if goes_on:
+            rest = itertools.islice(batches(features, case, trainer.rank, trainer.world), trainer.position, None)
+            trainer.fit(rest)
+        return trainer.digest()
+    finally:
+        close(trainer, storage)
+
+
+def saved_and_kept(case: Case, path: str, folder: str) -> str:
+    """Loads and saves again, on other workers."""
+    trainer, _, storage = make(case)
+    try:
+        trainer.load(path)
+        trainer.save(folder)
+        return trainer.digest()
+    finally:
+        close(trainer, storage)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_checkpoint_of_replicas_is_loaded_by_any_others_and_back(cluster: Cluster, tier: str, tmp_path: Path) -> None:
+    case = Case("nested", tier, steps=14, micro_batches=2, replicas=2)
+    end = cluster.run(4, train_and_save, case, str(tmp_path), 6)[0]
+    for path, steps in ((tmp_path / "whole", 6), (tmp_path / "parts" / "step-000000009", 9)):
+        digests = set()
+        for world, replicas in ((4, 2), (1, 1), (2, 1), (3, 1), (4, 4), (4, 1), (8, 2)):
+            other = dataclasses.replace(case, replicas=replicas)
+            digests |= set(cluster.run(world, loaded, other, str(path)))
+        assert len(digests) == 1, steps
+        assert set(cluster.run(4, functools.partial(loaded, goes_on=True), case, str(path))) == {end}, steps
+    for world, replicas in ((3, 1), (4, 4)):
+        other, again = dataclasses.replace(case, replicas=replicas), str(tmp_path / f"again-{world}-{replicas}")
+        digest = cluster.run(world, saved_and_kept, other, str(tmp_path / "whole"), again)[0]
+        assert set(cluster.run(4, loaded, case, again)) == {digest}
+
+
+def test_averaged_replicas_are_settled_before_they_are_saved(cluster: Cluster, tmp_path: Path) -> None:
+    """In the middle of a window too: who goes on and who resumes end alike."""
+    case = Case("nested", "disk", steps=14, micro_batches=2, replicas=2, averaged=4)
+    end = cluster.run(2, train_and_save, case, str(tmp_path), 6)[0]
+    path = tmp_path / "parts" / "step-000000009"
+    assert set(cluster.run(2, functools.partial(loaded, goes_on=True), case, str(path))) == {end}
+
+
+def digests_of_parts(case: Case) -> list[tuple[int, int]]:
+    trainer, features, folder = make(case)
+    try:
+        trainer.fit(batches(features, case, trainer.rank, trainer.world))
+        return [store.digest() for store in trainer.stores]
+    finally:
+        close(trainer, folder)
+
+
+@pytest.mark.parametrize("steps", [12, 14])
+def test_after_an_average_replicas_are_alike_and_between_two_they_are_not(cluster: Cluster, steps: int) -> None:
+    """With rare keys that get rows of their own, and rows that are given up, meanwhile."""
+    for tier in ("memory", "disk"):
+        case = Case("nested", tier, steps=steps, micro_batches=2, replicas=3, averaged=4)
+        parts = cluster.run(3, digests_of_parts, case)
+        alike = [len(set(of_table)) == 1 for of_table in zip(*parts, strict=True)]
+        assert alike == ([True] * 5 if steps == 12 else [True, False, False, False, False])
