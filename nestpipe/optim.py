@@ -94,7 +94,7 @@ class ScaledRowwiseAdagrad(RowOptimizer):
     initial: what the sum starts with.
     scale: c. "replicas" is M, as published. "row" estimates it for each row from how many groups use the row and how much
         their gradients agree; it also makes `clip` and `weight_decay` act as they would on the mean gradient. State beside a
-        row is then 7 floats instead of 1. A number of at least 1 is c itself.
+        row is then 9 floats instead of 1. A number of at least 1 is c itself.
     """
 
     eps: float = 1e-20
@@ -119,7 +119,7 @@ class ScaledRowwiseAdagrad(RowOptimizer):
         return float(num_replicas if self.scale == "replicas" else self.scale)
 
     def state_floats(self, dim: int) -> int:
-        return 7 if self.is_by_row else 1
+        return 9 if self.is_by_row else 1
 
     @property
     def first_state(self) -> float:

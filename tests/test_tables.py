@@ -81,7 +81,7 @@ def test_state_beside_a_row_is_what_each_optimizer_needs() -> None:
         "scaled_rowwise_adagrad": 1,
         "adam": 20,
     }
-    assert ScaledRowwiseAdagrad(scale="row").state_floats(10) == 7
+    assert ScaledRowwiseAdagrad(scale="row").state_floats(10) == 9
 
 
 @pytest.mark.parametrize("scale", [0.5, 0, -1, math.inf, math.nan, "rows", "", None, True])

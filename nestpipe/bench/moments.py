@@ -52,11 +52,13 @@ QUICK = Size(rows=24, steps=40, touches=(1, 10), cost_rows=500, rounds=1)
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Where gradients come from. signal_ND: what the mean gradient of each row would be without noise."""
+    """Where gradients come from. signal_ND: what the mean gradient of each row would be without noise. bias_MND: what groups
+    add to it, each its own."""
 
     rng: np.random.Generator
     num_replicas: int
     signal_ND: np.ndarray
+    bias_MND: np.ndarray
 
     def noise(self) -> np.ndarray:
         return self.rng.standard_normal((self.num_replicas, *self.signal_ND.shape), np.float32)
@@ -69,6 +71,9 @@ class Drawn:
 
     def mixed(self) -> np.ndarray:
         return self.signal_ND + self.noise()
+
+    def biased(self) -> np.ndarray:
+        return self.signal_ND + self.bias_MND
 
     def irregular(self) -> np.ndarray:
         is_touched = self.rng.random((self.num_replicas, len(self.signal_ND), 1)) < 0.5
@@ -84,6 +89,7 @@ KINDS: dict[str, Callable[[Drawn], np.ndarray]] = {
     "noisy: independent of group and step": Drawn.noise,
     "mixed: signal and noise of equal size": Drawn.mixed,
     "irregular: mixed, each group in half of the steps": Drawn.irregular,
+    "biased: signal, and each group its own bias": Drawn.biased,
     "consistent: all groups the same": Drawn.consistent,
 }
 
@@ -122,16 +128,16 @@ class Replicas:
 
     def step(self, grads_MND: np.ndarray) -> bool:
         """Whether they were averaged after it."""
+        self._steps += 1
         is_touched = np.asarray(grads_MND.any(2))
         sharers = is_touched.sum(0)
         for records, grads, touched in zip(self._records_MNW, grads_MND, is_touched, strict=True):
             at = np.flatnonzero(touched)
             common = rows_of(records), at, one_each(grads[at]), self._scratch, *COMMON, EPS
             if self._scale == BY_ROW:
-                update.row_scaled_adagrad(*common, len(self._records_MNW), sharers[at])
+                update.row_scaled_adagrad(*common, len(self._records_MNW), sharers[at], self._steps)
             else:
                 update.scaled_rowwise_adagrad(*common, f32(self._scale))
-        self._steps += 1
         if self._steps % self._every:
             return False
         out = np.empty_like(self._records_MNW[0])
@@ -178,7 +184,9 @@ def measure(size: Size) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for number, (kind, draw) in enumerate(KINDS.items()):
         rng = np.random.default_rng(number)
-        drawn = Drawn(rng, size.replicas, rng.standard_normal((size.rows, size.dim), np.float32))
+        signal_ND = rng.standard_normal((size.rows, size.dim), np.float32)
+        bias_MND = rng.standard_normal((size.replicas, size.rows, size.dim), np.float32)
+        drawn = Drawn(rng, size.replicas, signal_ND, bias_MND)
         one_table = OneTable(size)
         races = {
             every: {str(scale): Race(size, scale, every) for scale in (1, size.replicas, BY_ROW)}
@@ -205,7 +213,7 @@ def measure_cost(size: Size) -> dict[str, dict[str, float]]:
     rules: dict[str, tuple[Any, tuple[Any, ...], Any, int]] = {
         "RowwiseAdagrad": (update.rowwise_adagrad, (EPS,), average, 1),
         "one scale": (update.scaled_rowwise_adagrad, (EPS, f32(size.replicas)), average, 1),
-        "row": (update.row_scaled_adagrad, (EPS, size.replicas, sharers), average_row_scaled, ROW_SCALED_FLOATS),
+        "row": (update.row_scaled_adagrad, (EPS, size.replicas, sharers, 1), average_row_scaled, ROW_SCALED_FLOATS),
     }
     contestants: dict[str, Callable[[], object]] = {}
     for name, (apply, own, merge, floats) in rules.items():

@@ -6,16 +6,11 @@ state. Sums are float64 in the order of the replicas and rounded once, so that M
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from nestpipe.kernels.jit import inlined, kernel
 from nestpipe.kernels.rows import narrow, widen
-from nestpipe.kernels.update import AGREED, CROSS, MOVED, OWN, PATH, ROW_SCALED_FLOATS, SHARED, SQUARES, agreement
-
-TOO_LITTLE = 1e-6  # of what the replicas moved in all: from less than that nothing is concluded
-LARGEST = 2.0  # what one window may say of the agreement, which is between 0 and 1
+from nestpipe.kernels.update import AGREED, CROSS, OWN, ROW_SCALED_FLOATS, SHARED, SKETCH, SQUARES
 
 
 @inlined
@@ -50,70 +45,31 @@ def average(records, dim, half, out):
             out[i, w] = total / num_replicas
 
 
-@inlined
-def _variance(records, halves, i, half, mean, squares):
-    """Sum over replicas of the squared distance from the mean, per value. squares: dim floats of scratch."""
-    squares[:] = 0
-    for m in range(len(records)):
-        for d in range(len(mean)):
-            difference = (widen(halves[m, i, d]) if half else records[m, i, d]) - mean[d]
-            squares[d] += difference * difference
-    total = 0.0
-    for d in range(len(mean)):
-        total += squares[d]
-    return total / len(mean)
-
-
-@inlined
-def _pairs(total, squares, count):
-    """Sum of x[m] * x[m'] over ordered pairs, from the sum of x and of x^2, where `count` x are not 0. Not below 0."""
-    return max(total * total - squares, 0.0) if count > 1 else 0.0
-
-
 @kernel
 def average_row_scaled(records, dim, half, out):
     """The same of values that `row_scaled_adagrad` has updated; out's state says what the replicas have learnt together.
 
-    Between two averagings replica m has moved by a[m], which nobody has kept. But the variance of rows over replicas is that
-    of a, and the state has the sum of the squares of each replica's movements. If all movements were independent noise, the
-    variance would be (1 - 1/M) times the sum of these; what it falls short of that, the replicas have moved together. PATH
-    says what it would fall short by if all movements had one direction, also where some replicas have made more than others.
-    The ratio of both is the agreement.
+    The product of two replicas' sketches estimates the sum over steps of their g * g': signs of different steps, and of
+    different values, are independent, so that what they are multiplied with has the mean 0.
     """
     num_replicas, num_rows, num_words = records.shape
-    first = num_words - ROW_SCALED_FLOATS
-    halves, out_halves, mean, squares = records.view(np.uint16), out.view(np.uint16), np.empty(dim), np.empty(dim)
+    first, scale = num_words - ROW_SCALED_FLOATS, 1 / (num_replicas * num_replicas)
+    halves, out_halves, mean = records.view(np.uint16), out.view(np.uint16), np.empty(dim)
     for i in range(num_rows):
         _mean_values(records, halves, i, half, mean, out, out_halves)
-        own = shared = shared_roots = moved = moved_roots = path = path_squares = 0.0
-        num_sharing = num_moving = 0
+        squares = agreed = cross = 0.0
         for m in range(num_replicas):
-            state = records[m, i, first:]
-            own += state[OWN]
-            shared += state[SHARED]
-            shared_roots += math.sqrt(np.float64(state[SHARED]))
-            num_sharing += state[SHARED] > 0
-            moved += state[MOVED]
-            moved_roots += math.sqrt(np.float64(state[MOVED]))
-            num_moving += state[MOVED] > 0
-            path += state[PATH]
-            path_squares += np.float64(state[PATH]) * np.float64(state[PATH])
-
-        if_noise = (1 - 1 / num_replicas) * moved
-        short = if_noise - _variance(records, halves, i, half, mean, squares)
-        short_if_agreed = if_noise - (path_squares - path * path / num_replicas)
-        if_one_step = _pairs(moved_roots, moved, num_moving) / num_replicas  # short_if_agreed, had all moved once
-
-        before = records[0, i, first:]
-        agree = np.float64(agreement(before))
-        if if_one_step > TOO_LITTLE * moved:
-            # In full where each replica moved once; to the extent that the movements tell, where some moved more than others.
-            agree += (short - short_if_agreed * agree) / if_one_step
-            agree = min(max(agree, -LARGEST), LARGEST)
-        agreed = _pairs(shared_roots, shared, num_sharing) / max(num_sharing - 1, 1)
-
-        after, scale = out[i, first:], 1 / (num_replicas * num_replicas)
-        after[:] = 0
-        after[SQUARES] = before[SQUARES] + own * scale
-        after[CROSS] = before[CROSS] + agree * agreed * scale
-        after[AGREED] = before[AGREED] + agreed * scale
+            squares += records[m, i, first + OWN]
+            agreed += records[m, i, first + SHARED]
+        for w in range(first + SKETCH, num_words):
+            total = 0.0
+            for m in range(num_replicas):
+                value = np.float64(records[m, i, w])
+                cross += 2 * total * value  # with those before it
+                total += value
+            out[i, w] = 0
+        out[i, first + SQUARES] = records[0, i, first + SQUARES] + squares * scale
+        out[i, first + CROSS] = records[0, i, first + CROSS] + cross / dim * scale
+        out[i, first + AGREED] = records[0, i, first + AGREED] + agreed * scale
+        out[i, first + OWN] = 0
+        out[i, first + SHARED] = 0

@@ -225,12 +225,18 @@ def scaled_rowwise_adagrad(
     return (rows.float() - _f32(lr) / _sqrt(state / _f32(c) + _f32(eps)) * grads).to(rows.dtype), state
 
 
+def signs(updates: int, dim: int) -> Tensor:
+    """[dim] of 1 and -1, drawn for one batch."""
+    drawn = mix(mix(torch.tensor(updates)) + (0x9E3779B97F4A7C15 - 2**64) * torch.arange(1, dim + 1))
+    return torch.where(drawn < 0, 1.0, -1.0)  # the highest bit
+
+
 def row_scaled_adagrad(
     rows: Tensor, state: Tensor, grads: Tensor, *, lr: float, scale: float, weight_decay: float = 0.0,
-    clip: float = 0.0, eps: float = 1e-20, num_replicas: int = 1, sharers: Tensor | None = None,
+    clip: float = 0.0, eps: float = 1e-20, num_replicas: int = 1, sharers: Tensor | None = None, updates: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """state: squares, cross, agreed; own, shared, moved, path. What each is stands at the kernel."""
-    squares, cross, agreed, own, shared, moved, path = state.T
+    """state: squares, cross, agreed; own, shared, four sums of the sketch. What each is stands at the kernel."""
+    squares, cross, agreed, own, shared, *_ = state.T
     replicas, one = _f32(num_replicas), _f32(1)
     n = torch.full((len(rows),), float(num_replicas)) if sharers is None else sharers.float()
     agree = torch.where(agreed > 0, (cross / agreed).clamp(0, 1), one)
@@ -238,14 +244,19 @@ def row_scaled_adagrad(
     grads = prepare(rows, grads, scale=scale, weight_decay=0.0, clip=limit)
     if weight_decay > 0:
         grads = grads + (_f32(weight_decay) * (replicas / n))[:, None] * rows.float()
-    square = sum_of_squares(grads) / _f32(grads.shape[1])
+    dim = grads.shape[1]
+    square = sum_of_squares(grads) / _f32(dim)
     own, shared = own + square, shared + (n - one) * square
+    signed, full, lanes = grads * signs(updates, dim), dim - dim % 4, torch.zeros(len(rows), 4)
+    for d in range(0, full, 4):
+        lanes = lanes + signed[:, d : d + 4]
+    sketch = state[:, 5:] + lanes
+    sketch[:, : dim - full] += signed[:, full:]
     here = (one + shared / own) * (own + agree * shared) / (replicas * replicas)
     total = squares + agree * agreed + torch.where(own > 0, here, _f32(0))
     step = _f32(lr) / _sqrt(total + _f32(eps))
     after = (rows.float() - step[:, None] * grads).to(rows.dtype)
-    movement = sum_of_squares(after.float() - rows.float()) / _f32(grads.shape[1])
-    return after, torch.stack([squares, cross, agreed, own, shared, moved + movement, path + _sqrt(movement)], 1)
+    return after, torch.cat([torch.stack([squares, cross, agreed, own, shared], 1), sketch], 1)
 
 
 def adam(
@@ -281,25 +292,11 @@ def average(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def average_row_scaled(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with the state that `row_scaled_adagrad` wants. The agreement of what replicas did is estimated pair by pair,
-    where the kernel has sums over all."""
-    before, num_replicas = state[0, :, :3].double(), len(rows)
-    _, cross, agreed = before.T
-    own, shared, moved, path = state.double().permute(2, 0, 1)[3:]  # each [M, N]
-    agree = torch.where(agreed > 0, (cross / agreed).clamp(0, 1), _f32(1))
-    found, possible, weight, window = (torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(4))
-    for m in range(num_replicas):
-        for other in range(m):
-            both = (moved[m] + moved[other]) / 2
-            found += both - (rows[m].double() - rows[other].double()).square().mean(1) / 2
-            possible += both - (path[m] - path[other]).square() / 2
-            weight += (moved[m] * moved[other]).sqrt()
-            window += 2 * (shared[m] * shared[other]).sqrt()
-    said = (agree + (found - agree * possible) / weight).clamp(-2, 2)
-    agree = torch.where(weight > 0, said, agree)
-    window /= ((shared > 0).sum(0) - 1).clamp(min=1)
-    learnt = torch.stack([own.sum(0), agree * window, window], 1) / num_replicas**2
-    after = torch.cat([before + learnt, torch.zeros(rows.shape[1], 4)], 1)
+    """The same, with the state that `row_scaled_adagrad` wants."""
+    before, own, shared, sketch = state.double().split([3, 1, 1, 4], 2)
+    cross = (sketch.sum(0).square() - sketch.square().sum(0)).sum(1, keepdim=True) / rows.shape[2]
+    learnt = torch.cat([own.sum(0), cross, shared.sum(0)], 1) / len(rows) ** 2
+    after = torch.cat([before[0] + learnt, torch.zeros(rows.shape[1], 6)], 1)
     return average(rows, state)[0], after.float()
 
 

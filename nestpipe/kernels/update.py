@@ -14,6 +14,7 @@ import numpy as np
 from numba import carray
 
 from nestpipe.kernels.jit import float_pointer, half_pointer, inlined, kernel
+from nestpipe.kernels.keys import mix
 from nestpipe.kernels.rows import address, ask_for, narrow, widen
 
 _1, _2, _3, _4, _5, _6, _7 = (np.uint64(i) for i in range(1, 8))
@@ -249,9 +250,11 @@ AGREED = 2  # what CROSS would be if all replicas agreed
 # The others are this replica's sums since then; averaging uses them and starts them again from zero:
 OWN = 3  # of |g|^2
 SHARED = 4  # of (n - 1) * |g|^2
-MOVED = 5  # of the squares of the row's movements
-PATH = 6  # of their lengths
-ROW_SCALED_FLOATS = 7
+SKETCH = (
+    5  # of g with random signs, those of a step the same in all replicas; every fourth value into the same of four sums
+)
+SKETCHES = 4
+ROW_SCALED_FLOATS = SKETCH + SKETCHES
 
 
 @inlined
@@ -262,7 +265,25 @@ def agreement(state):
 
 
 @inlined
-def _row_scaled_adagrad(row, grad, state, lr, weight_decay, clip, eps, replicas, n, half):
+def _add_to_sketch(grad, signs, state):
+    n = len(grad)
+    full = n - n % 4
+    s0 = s1 = s2 = s3 = np.float32(0)
+    for d in range(np.uint64(0), np.uint64(full), np.uint64(4)):  # unsigned: see _sum_of_squares
+        s0 += signs[d] * grad[d]
+        s1 += signs[d + _1] * grad[d + _1]
+        s2 += signs[d + _2] * grad[d + _2]
+        s3 += signs[d + _3] * grad[d + _3]
+    state[SKETCH] += s0
+    state[SKETCH + 1] += s1
+    state[SKETCH + 2] += s2
+    state[SKETCH + 3] += s3
+    for d in range(full, n):
+        state[SKETCH + d - full] += signs[d] * grad[d]
+
+
+@inlined
+def _row_scaled_adagrad(row, grad, signs, state, lr, weight_decay, clip, eps, replicas, n):
     """|gbar|^2 of a step is estimated by n * (1 + (n - 1) * agreement) / M^2 * |g|^2."""
     agree, one = agreement(state), np.float32(1)
     share = n * (one + (n - one) * agree) / (replicas * replicas)
@@ -271,28 +292,30 @@ def _row_scaled_adagrad(row, grad, state, lr, weight_decay, clip, eps, replicas,
     square = _sum_of_squares(grad) / np.float32(len(row))
     state[OWN] += square
     state[SHARED] += (n - one) * square
+    _add_to_sketch(grad, signs, state)
     own, shared = state[OWN], state[SHARED]
     total = state[SQUARES] + agree * state[AGREED]
     if own > 0:
         total += (one + shared / own) * (own + agree * shared) / (replicas * replicas)
     step = lr / np.float32(math.sqrt(total + eps))
     for d in range(len(row)):
-        before = row[d]
         row[d] -= step * grad[d]
-        if half:
-            row[d] = widen(narrow(row[d]))  # what is lost in rounding has not moved
-        grad[d] = row[d] - before
-    moved = _sum_of_squares(grad) / np.float32(len(row))
-    state[MOVED] += moved
-    state[PATH] += np.float32(math.sqrt(moved))
 
 
 @kernel
-def row_scaled_adagrad(rows, positions, grads, scratch, scale, lr, weight_decay, clip, eps, num_replicas, sharers):
-    """sharers[i]: how many of the replicas touch row i in this batch, this one included; empty: all, the shortest step."""
+def row_scaled_adagrad(
+    rows, positions, grads, scratch, scale, lr, weight_decay, clip, eps, num_replicas, sharers, updates
+):  # fmt: skip
+    """sharers[i]: how many of the replicas touch row i in this batch, this one included; empty: all, the shortest step.
+
+    updates: a number of this batch, the same in all replicas; the signs of the sketch are drawn from it.
+    """
     grad, row = scratch
     dim = len(row)
-    replicas = np.float32(num_replicas)
+    replicas, signs = np.float32(num_replicas), np.empty(dim, np.float32)
+    seed, golden = mix(np.uint64(updates)), np.uint64(0x9E3779B97F4A7C15)
+    for d in range(dim):
+        signs[d] = 1 if mix(seed + golden * np.uint64(d + 1)) >> np.uint64(63) else -1
     for i in range(len(positions)):
         ask_ahead(rows, positions, i, (dim + ROW_SCALED_FLOATS) * 4)
         here = address(rows, positions[i])
@@ -301,11 +324,11 @@ def row_scaled_adagrad(rows, positions, grads, scratch, scale, lr, weight_decay,
         sum_gradient(grads, i, scale, grad)
         if rows.half:
             load_half(here, row)
-            _row_scaled_adagrad(row, grad, state, lr, weight_decay, clip, eps, replicas, n, True)
+            _row_scaled_adagrad(row, grad, signs, state, lr, weight_decay, clip, eps, replicas, n)
             save_half(here, row)
         else:
             values = carray(float_pointer(here), dim)
-            _row_scaled_adagrad(values, grad, state, lr, weight_decay, clip, eps, replicas, n, False)
+            _row_scaled_adagrad(values, grad, signs, state, lr, weight_decay, clip, eps, replicas, n)
 
 
 @inlined

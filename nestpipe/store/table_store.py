@@ -26,7 +26,7 @@ Pairs = tuple[np.ndarray, np.ndarray]
 class Occasion(NamedTuple):
     """What an update may depend on, besides the optimizer's settings.
 
-    updates: of the table, this one included.
+    updates: of the table, this one included; the same in all replicas.
     replicas: how many groups of workers hold the table; see docs/two_d.md.
     sharers: int64, for each row how many of them update it in this batch, this one included; empty if nobody has counted.
     """
@@ -58,7 +58,7 @@ UPDATES: dict[type[RowOptimizer], Rule] = {
 }
 BY_ROW: Rule = (  # of ScaledRowwiseAdagrad(scale="row")
     update.row_scaled_adagrad,
-    lambda optimizer, now: (np.float32(optimizer.eps + optimizer.initial), now.replicas, now.sharers),
+    lambda optimizer, now: (np.float32(optimizer.eps + optimizer.initial), now.replicas, now.sharers, now.updates),
 )
 
 

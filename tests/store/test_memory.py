@@ -206,7 +206,7 @@ def test_replicas_of_a_store_are_updated_and_averaged_as_the_reference_does(scal
             positions = store.resolve(int64(keys), window)
             grads = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * window + replica))
             if scale == "row":
-                own = {"eps": 0.251, "num_replicas": 3, "sharers": sharers}
+                own = {"eps": 0.251, "num_replicas": 3, "sharers": sharers, "updates": store.updates + 1}
                 rule = reference.row_scaled_adagrad
             else:
                 own, rule = {"eps": 1e-3, "c": c}, reference.scaled_rowwise_adagrad
