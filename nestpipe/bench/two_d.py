@@ -2,6 +2,7 @@
 
 moment scaling  what replicas that average their rows do to the steps of AdaGrad, and what the scales of
                 `ScaledRowwiseAdagrad` make of it.
+groups          workers in groups with slow links between them: one group of all, and replicas.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nestpipe.bench import moments
+from nestpipe.bench import groups, moments
 from nestpipe.sections import Section
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     size = moments.QUICK if quick else moments.FULL
+    lab = groups.QUICK if quick else groups.Groups()
     return {
         "moments": {
             "size": dataclasses.asdict(size),
             "ratios": moments.measure(size),
             "cost": moments.measure_cost(size),
-        }
+        },
+        "groups": {"size": dataclasses.asdict(lab), "runs": groups.measure(lab)},
     }
 
 
 def sections(results: dict[str, Any]) -> list[Section]:
-    return moments.sections(**results["moments"])
+    return [*moments.sections(**results["moments"]), *groups.sections(**results["groups"])]
