@@ -153,6 +153,8 @@ def disturbed(failure: Failure, store: str) -> dict[str, Any]:
         told["resumed"] = again.digest()
     finally:
         close(again, folder)
+        if world > 1:  # before its file is removed: torch looks for it as long as workers wait for each other
+            dist.destroy_process_group()
     return told
 
 
