@@ -470,6 +470,7 @@ def _lost_contact(error: BaseException) -> bool:
 
 
 def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
+    from nestpipe.engine.balance import Balance
     from nestpipe.run import in_words
 
     before = result["resumed_after"]
@@ -478,6 +479,8 @@ def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
         f"{result['samples']:,} samples in {result['seconds']:.1f} s ({result['samples_per_second']:,.0f} samples/s); "
         f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
     )
+    if result["workers"] > 1 and result["balance"] is not None:
+        print(f"most of a worker over the mean: {Balance(**result['balance'])}")
     for name, table in result["tables"].items():
         print(
             f"table {name}: {table['rows']:,} rows, {table['bytes'] / 1e6:,.1f} MB, {table['bytes_per_row']:.0f} bytes a row"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -248,6 +249,8 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult, evaluating: float
         "reader": "process" if _reads_in_process(config) else "thread",
         "digest": trainer.digest(),
         "bytes_sent": trainer.bytes_sent(),
+        "balance": None if fitted.balance is None else dataclasses.asdict(fitted.balance),
+        "replicas": config.setting.replicas,
         "tables": tables,
     }
 

@@ -25,6 +25,7 @@ from nestpipe.engine.step import Store
 from nestpipe.engine.training import FitResult
 from nestpipe.engine.worker import CLOSED, Options, Worker
 from nestpipe.errors import did_you_mean
+from nestpipe.exchange.mesh import Mesh
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.workers import Workers
 from nestpipe.schedule.ops import Schedule
@@ -309,6 +310,11 @@ class Trainer:
         return self._worker.evaluation.rows(table, keys)
 
     # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The workers as replicas x shards."""
+        return self._worker.mesh
 
     @property
     def stores(self) -> list[Store]:

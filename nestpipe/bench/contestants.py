@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,13 +73,20 @@ class Contestant:
     make: the trainer.
     batches: so many of them, for a block; the same on every call, or others of the same kind.
     warm_up: steps in which rows are born, kernels compiled and connections opened.
+    name: in tables; by default that of its setting.
     memory: bytes; see figures.py.
     """
 
     def __init__(
-        self, setting: Setting, make: Callable[[], Trainer], batches: Callable[[int], Iterable[Batch]], *, warm_up: int
+        self,
+        setting: Setting,
+        make: Callable[[], Trainer],
+        batches: Callable[[int], Iterable[Batch]],
+        *,
+        warm_up: int,
+        name: str | None = None,
     ) -> None:
-        self.setting, self.batches = setting, batches
+        self.setting, self.batches, self.name = setting, batches, name or setting.name
         growth = memory.Growth()
         self.trainer = make()
         if warm_up:
@@ -113,16 +121,19 @@ def in_memory(
     *,
     dim: int = DIM,
     warm_up: int = POOL,
+    name: str | None = None,
+    **declared: Any,
 ) -> Contestant:
     """One over a table of histories in memory, that takes the batches of a pool in turn.
 
     prepare: called with the trainer before the first step; see emulated.py.
+    declared: of the table, besides.
     """
 
     def make() -> Trainer:
         trainer = Trainer(
             model,
-            [Table("item", dim, optimizer=RowwiseAdagrad(lr=0.01))],
+            [Table("item", dim, optimizer=RowwiseAdagrad(lr=0.01), **declared)],
             [Feature("history", "item")],
             dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
             **setting.options(),
@@ -132,7 +143,10 @@ def in_memory(
             prepare(trainer)
         return trainer
 
-    return Contestant(setting, make, lambda steps: itertools.islice(itertools.cycle(pool), steps), warm_up=warm_up)
+    def batches(steps: int) -> Iterable[Batch]:
+        return itertools.islice(itertools.cycle(pool), steps)
+
+    return Contestant(setting, make, batches, warm_up=warm_up, name=name)
 
 
 def pool_of(law: Law, samples: int, length: int, *, count: int = POOL) -> list[Batch]:
@@ -149,13 +163,13 @@ def alternate(
     steps: of a block; of one that hides no lookups fewer will do, since nothing fills and drains.
     what: is measured, for those who wait for it.
     """
-    results: dict[str, list[Figures]] = {contestant.setting.name: [] for contestant in contestants}
+    results: dict[str, list[Figures]] = {contestant.name: [] for contestant in contestants}
     for turn in range(rounds):
         first = turn % len(contestants)
         for contestant in [*contestants[first:], *contestants[:first]]:
             setting = contestant.setting
-            tell(f"{what}: round {turn + 1} of {rounds}, {setting.name}")
-            results[setting.name].append(contestant.block(steps if isinstance(steps, int) else steps(setting)))
+            tell(f"{what}: round {turn + 1} of {rounds}, {contestant.name}")
+            results[contestant.name].append(contestant.block(steps if isinstance(steps, int) else steps(setting)))
     return results
 
 

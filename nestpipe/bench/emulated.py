@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, Output
-from nestpipe.schedule.ops import BWD, EMB, FWD, GRAD, Task
+from nestpipe.schedule.ops import AVERAGE, BWD, EMB, FWD, GRAD, MERGE, Task
 from nestpipe.trainer import Trainer
 
 LABEL = "emulated accelerator"
@@ -48,6 +48,7 @@ def pad(
     *,
     seconds_per_token: float = 0.0,
     seconds_per_byte: float = 0.0,
+    between_replicas: float = 0.0,
 ) -> None:
     """Makes operations of a trainer last.
 
@@ -55,6 +56,7 @@ def pad(
     seconds_per_token: of FWD and BWD together, at least, for each token of the micro-batch; the model is an EmulatedModel.
     seconds_per_byte: of EMB and GRAD, for each byte that this worker sends in them, on top of the exchange itself: the
         time of an emulated link starts when the last worker has come to it.
+    between_replicas: the same of MERGE and AVERAGE.
     """
     model = trainer.model
     tokens: dict[int, int] = {}  # of micro-batches between FWD and BWD
@@ -65,6 +67,8 @@ def pad(
         work()
         if name in (EMB, GRAD):
             time.sleep((trainer.sent.rows - sent) * seconds_per_byte)
+        elif name in (MERGE, AVERAGE):
+            time.sleep((trainer.sent.rows - sent) * between_replicas)
         elif name == FWD and seconds_per_token:
             assert isinstance(model, EmulatedModel)
             tokens[part] = model.tokens

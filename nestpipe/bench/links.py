@@ -2,7 +2,8 @@
 
 Every worker gets a network namespace of its own, joined to the others by a bridge that has one as well, so that the host's
 own network is not touched. Token buckets (`tc tbf`) on both sides of each link limit what a worker sends, and what reaches
-it. A delay is added where the kernel can (netem); rate is what limits an exchange of rows.
+it. A delay is added where the kernel can (netem); rate is what limits an exchange of rows. Workers may lie in groups (machines,
+racks): each has a bridge of its own, and a link of a set rate that joins it to the others.
 
 Nothing outlives the bench: one small process, the guardian, waits on a pipe whose other end only the bench holds, and removes
 the namespaces when it closes, be it at the end, by an exception or by SIGKILL. Should the guardian be killed too, the next
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import json
 import os
 import re
 import shutil
@@ -60,6 +62,7 @@ class Links:
     rate: of each worker's link, in each direction, as `tc` writes it.
     bridge: the namespace between them.
     delay: from worker to worker, as `tc` writes it.
+    groups: of neighbouring workers, with a link of the rate `between` from each to the others; 1: there is nothing between.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -69,11 +72,14 @@ class Links:
     why: str = ""
     bridge: str = ""
     delay: str = ""
+    groups: int = 1
+    between: str = ""
 
     @property
     def label(self) -> str:
         delay = f" with {self.delay} delay" if self.delay else ""
-        return f"{self.rate}/s links{delay}" if self.namespaces else LOOPBACK
+        groups = f", {self.groups} groups with {self.between}/s between them" if self.groups > 1 else ""
+        return f"{self.rate}/s links{delay}{groups}" if self.namespaces else LOOPBACK
 
     def enter(self, rank: int) -> None:
         """Moves the calling thread, and those it starts from now on, to the worker's end; gloo will use it."""
@@ -101,17 +107,32 @@ class Links:
                 return int(counters.split()[8])
         raise ValueError(f"no interface {name!r} here")
 
+    def bytes_between(self) -> int:
+        """What has left all groups so far, with all headers; 0 where there is nothing between them."""
+        if not self.namespaces or self.groups == 1:
+            return 0
+        shown = json.loads(_run("ip", "-n", self.bridge, "-json", "-stats", "link"))
+        ports = {_uplink(group) for group in range(self.groups)}
+        return sum(link["stats64"]["tx"]["bytes"] for link in shown if link["ifname"] in ports)
+
 
 @contextlib.contextmanager
-def links(workers: int, *, rate: str = "300mbit", delay: str | None = None) -> Iterator[Links]:
+def links(
+    workers: int, *, rate: str = "300mbit", delay: str | None = None, groups: int = 1, between: str = ""
+) -> Iterator[Links]:
     """Links for `run_workers(..., links=)`, removed at the end. Where they cannot be made it says so: loopback then.
 
     rate: of each worker, in each direction: "300mbit", "1gbit".
     delay: of what one worker sends to another: "2ms". Refused where the kernel has no netem.
+    groups: so many of neighbouring workers, with a link of the rate `between` from each to the others.
     """
     if workers < 1 or workers > 250:
         raise ValueError(f"links: workers must be from 1 to 250, got {workers}")
+    if groups < 1 or workers % groups:
+        raise ValueError(f"links: {workers} workers cannot form {groups} equal groups")
     bits_per_second(rate)
+    if groups > 1:
+        bits_per_second(between)
     if delay is not None and re.fullmatch(r"\d+(\.\d+)?ms", delay) is None:
         raise ValueError(f"links: delay {delay!r}; write a number of milliseconds, as in '2ms'")
     why = _missing()
@@ -125,7 +146,7 @@ def links(workers: int, *, rate: str = "300mbit", delay: str | None = None) -> I
         *names, bridge = _names(workers + 1)
         with _removed_at_the_end([*names, bridge]):
             try:
-                made = _make(names, bridge, rate, delay or "")
+                made = _make(names, bridge, rate, delay or "", groups, between)
             except subprocess.CalledProcessError as error:
                 why = f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}"
             else:
@@ -218,17 +239,25 @@ def _names(count: int) -> list[str]:
     return [f"nestpipe-{os.getpid()}-{next(_numbers)}" for _ in range(count)]
 
 
-def _make(names: Sequence[str], bridge: str, rate: str, delay: str) -> Links:
+def _make(names: Sequence[str], bridge: str, rate: str, delay: str, groups: int, between: str) -> Links:
     limit = ("root", "handle", "1:", *_bucket(rate))
     _run("ip", "netns", "add", bridge)
-    _run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
-    _run("ip", "-n", bridge, "link", "set", "bridge", "up")
+    for name in ("bridge", *(_bridge(group) for group in range(groups) if groups > 1)):
+        _run("ip", "-n", bridge, "link", "add", name, "type", "bridge")
+        _run("ip", "-n", bridge, "link", "set", name, "up")
+    for group in range(groups if groups > 1 else 0):
+        above = f"above{group}"
+        _run("ip", "-n", bridge, "link", "add", _uplink(group), "type", "veth", "peer", "name", above)
+        for port, master in ((_uplink(group), _bridge(group)), (above, "bridge")):
+            _run("ip", "-n", bridge, "link", "set", port, "master", master, "gso_max_size", str(PACKET), "up")
+            _run("tc", "-n", bridge, "qdisc", "add", "dev", port, "root", *_bucket(between))
     addresses = []
     for i, name in enumerate(names):
         port, address = _port(i), f"10.0.0.{i + 1}"
         _run("ip", "netns", "add", name)
         _run("ip", "-n", bridge, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-        _run("ip", "-n", bridge, "link", "set", port, "master", "bridge", "up")
+        master = _bridge(i * groups // len(names)) if groups > 1 else "bridge"
+        _run("ip", "-n", bridge, "link", "set", port, "master", master, "up")
         _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "link", "set", INTERFACE, "gso_max_size", str(PACKET), "up")
@@ -238,7 +267,8 @@ def _make(names: Sequence[str], bridge: str, rate: str, delay: str) -> Links:
             hold = ("parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", "1000000")
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *hold)
         addresses.append(address)
-    return Links(tuple(names), tuple(addresses), INTERFACE, rate, bridge=bridge, delay=delay)
+    between = between if groups > 1 else ""
+    return Links(tuple(names), tuple(addresses), INTERFACE, rate, "", bridge, delay, groups, between)
 
 
 def _bucket(rate: str) -> tuple[str, ...]:
@@ -250,5 +280,13 @@ def _port(worker: int) -> str:
     return f"worker{worker}"
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _bridge(group: int) -> str:
+    return f"bridge{group}"
+
+
+def _uplink(group: int) -> str:
+    return f"group{group}"
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -83,6 +83,7 @@ class StepOperations:
             None  # workers were in different calls, or one had a problem; all have heard it
         )
         self.parts = 1  # of the window of the schedule that is run
+        self.keys_asked = 0  # of this owner, so far
         self._skip_nonfinite = skip_nonfinite
         self._trials = MIXING_TRIALS if try_mixing else 0  # that are left
         # Each lane has its own: they hold scratch memory.
@@ -170,6 +171,7 @@ class StepOperations:
         payload = self.keys.all_to_all(ctx.source.payload, ctx.source.layout.counts, received, layout.counts)
         ctx.owner = OwnerRoute(sizes, payload, layout, self.plan, ctx.window, self._owner_dedup, ctx.arena)
         if train:
+            self.keys_asked += sum(len(owned.row_E) for owned in ctx.owner.tables)
             self._tell_replicas(ctx)
         for dim in self.plan.groups:
             ctx.sent[dim], ctx.received[dim] = self._buffers(ctx, dim, "vectors", ctx.owner.vectors, ctx.source.vectors)

@@ -13,6 +13,7 @@ import numpy as np
 
 from nestpipe import process
 from nestpipe.batch import Batch, NotFinite
+from nestpipe.engine.balance import Balance, Counts
 from nestpipe.engine.context import StepResult
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.draws import watched
@@ -39,6 +40,7 @@ class FitResult:
     first_loss: float = float("nan")
     last_loss: float = float("nan")
     skipped: int = 0  # batches left out because something in them was not finite
+    balance: Balance | None = None  # of tables over workers
 
     @property
     def samples_per_second(self) -> float:
@@ -81,6 +83,7 @@ class Training:
         self._taken = 0  # batches that this worker has taken from its data before this call, those left out included
         self._loader: Loader | None = None
         self._left: tuple[Any, Loader] | None = None  # an iterator, and who has read ahead in it
+        self._balance: Balance | None = None  # of the last call of fit
         self._told = False  # what travels how: said once, after the first batch has decided it
         self.cut_into(setting.parts)
 
@@ -98,7 +101,9 @@ class Training:
     def describe(self) -> list[str]:
         lines = overlap(self.engine.setting, self.engine.schedule, self.ops.stores, self.ops.dense_part.device)
         mesh = [self._mesh.describe()] if self.ops.plan.together else []
-        return [*self.ops.plan.describe(), *mesh, *lines, *process.describe()]
+        known = self._balance is not None and self.ops.rows.world > 1
+        balance = [f"balance of the last fit, the most of a worker over the mean: {self._balance}"] if known else []
+        return [*self.ops.plan.describe(), *mesh, *lines, *balance, *process.describe()]
 
     def fit(
         self, batches: Iterable[Batch], *, steps: int | None, on_step: OnStep | None, pauses: Sequence[int]
@@ -115,7 +120,7 @@ class Training:
             stop_asked=lambda: self.ops.stop_asked or self.ops.problem is not None,
             keep=self.engine.schedule.look_ahead + 3,
         )
-        self._loader, self.stopped = loader, False
+        self._loader, self.stopped, counts = loader, False, Counts(self.ops)
         fitted, begin, end = FitResult(), time.perf_counter(), sys.maxsize if steps is None else self.steps + steps
         failure: BaseException | None = None
 
@@ -150,6 +155,7 @@ class Training:
             raise KeyboardInterrupt(f"training has stopped after step {self.steps}; it can go on from there")
         fitted.seconds = time.perf_counter() - begin
         fitted.skipped += int(self.ops.rows.sum(np.array([loader.skipped]))[0])
+        fitted.balance = self._balance = counts.gather()
         if not fitted.steps and steps != 0 and first:
             log.warning("fit has trained nothing: no worker had a batch")
         return fitted

@@ -21,10 +21,12 @@ class Holders:
 
     owners: the workers that it asks for rows; shards are dealt to them in this order.
     peers: the workers that hold the same part as this one, by rank, itself among them; all replicas add up in this order.
+    everywhere: every one of several workers holds all of it, so that nothing travels but what keeps replicas together.
     """
 
     owners: np.ndarray
     peers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+    everywhere: bool = False
 
 
 def place(tables: Sequence[Table], features: Sequence[Feature], mesh: Mesh, rank: int) -> list[Holders]:
@@ -34,8 +36,8 @@ def place(tables: Sequence[Table], features: Sequence[Feature], mesh: Mesh, rank
     load, holders = np.zeros(mesh.world), []
     for table in tables:
         alone, everyone = np.array([rank]), np.arange(mesh.world)
-        if table.replicas == "all":
-            holders.append(Holders(alone, everyone))
+        if table.replicas == "all" or (mesh.shards == 1 and table.replicas is None):
+            holders.append(Holders(alone, everyone, everywhere=mesh.world > 1))
             continue
         groups, peers = mesh.ranks, np.sort(mesh.ranks[:, shard])
         if table.replicas == 1 or mesh.replicas == 1:
@@ -78,6 +80,7 @@ class ExchangePlan:
         holders = place(tables, features, Mesh.flat(1), 0) if holders is None else holders
         self.owners = [of_table.owners for of_table in holders]
         self.peers = [of_table.peers for of_table in holders]
+        self._everywhere = [of_table.everywhere for of_table in holders]
         self.together: dict[tuple[int, ...], list[int]] = {}
         for k, peers in enumerate(self.peers):
             if len(peers) > 1:
@@ -89,7 +92,7 @@ class ExchangePlan:
         for k, table in enumerate(tables):
             self.groups.setdefault(table.dim, []).append(k)
         self.at_owner: list[bool | None] = [self._declared(k) for k in range(len(tables))]
-        self.why: list[str] = ["declared"] * len(tables)
+        self.why: list[str] = ["every worker holds it" if everywhere else "declared" for everywhere in self._everywhere]
         self.placed: list[str | None] = [self._placed(k) for k in range(len(tables))]
 
     def _placed(self, k: int) -> str | None:
@@ -114,8 +117,8 @@ class ExchangePlan:
                     f"needs its rows one by one; use 'auto' or 'source', or give the pooled features a table of their own"
                 )
             return False
-        if len(self.owners[k]) == 1 < len(self.peers[k]):
-            return True  # nothing travels
+        if self._everywhere[k]:
+            return True
         return {"owner": True, "source": False, "auto": None}[table.pooled_at]
 
     def is_exact(self, k: int) -> bool:

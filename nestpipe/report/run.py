@@ -30,7 +30,7 @@ def view(run: Run) -> dict[str, Any]:
         {"title": item.title, "reason": item.reason, "lines": advice.lines(run, item), "gain": item.gain}
         for item in advices
     ]
-    sections = charts.views([*_curves(run), *_tables(run), *_starts(run), _facts(run)])
+    sections = charts.views([*_curves(run), *_tables(run), *_balance(run), *_starts(run), _facts(run)])
     if run.traces:
         step = charts.view(shares.chart([run], [run.way]))
         sections = [step, _lanes(run), _operations(run), *sections]
@@ -174,6 +174,23 @@ def _tables(run: Run) -> Iterator[Table]:
         yield Table("Tables", ["table", "rows", "in memory", "bytes a row", "on disk"], rows)
 
 
+def _balance(run: Run) -> Iterator[Table]:
+    kinds = {"keys": "keys asked of it", "rows": "rows it holds", "bytes": "bytes it sent"}
+    balance = run.result.get("balance")
+    if not isinstance(balance, dict) or (run.workers or 1) < 2:
+        return
+    rows = []
+    for kind, meaning in kinds.items():
+        values = [value for value in balance.get(kind) or () if isinstance(value, (int, float))]
+        mean = sum(values) / max(1, len(values))
+        if mean:
+            most = max(values)
+            rows.append([meaning, f"{mean:,.0f}", f"{most:,.0f}", str(values.index(most)), f"{most / mean:.2f}"])
+    if rows:
+        note = "Of the steps since the run was started or resumed. 1.00 is even; the worker that has most holds up the others."
+        yield Table("Balance over workers", ["of a worker", "mean", "most", "by worker", "most over mean"], rows, note)
+
+
 def _starts(run: Run) -> Iterator[Table]:
     if len(run.starts) > 1:
         rows = [
@@ -197,6 +214,7 @@ def _facts(run: Run) -> Table:
         ["micro-batches", str(run.micro_batches)],
         *([["clustering", str(settings["clustering"])]] if settings.get("clustering") else []),
         ["workers", str(run.workers or NOTHING)],
+        *([["replicas", str(settings["replicas"])]] if settings.get("replicas", 1) != 1 else []),
     ]
     if result:
         steps, samples = result["steps"], result["samples"]

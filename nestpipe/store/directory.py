@@ -154,8 +154,8 @@ class Directory:
         return positions
 
     def find_any(self, keys: np.ndarray) -> np.ndarray:
-        """Positions, -1 among them, of all rows that these keys have now or may have shared before: a rare key that has got a row of
-        its own meanwhile leaves a shared one behind."""
+        """Positions, -1 among them, of all rows that these keys have now or may have shared before: a rare key that has got a
+        row of its own meanwhile leaves a shared one behind."""
         own = np.empty(len(keys), np.int64)
         self.index.find(keys, own)
         if not self.shares_rows:

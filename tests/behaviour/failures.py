@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nestpipe import Batch, Table, Trainer
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import OPERATIONS, Op, Task
+from nestpipe.schedule.ops import AVERAGE, GRAD, MERGE, OPERATIONS, Op, Task
 from tests.behaviour import test_schedules
 from tests.behaviour.test_schedules import Case, batches, close, make
 from tests.cluster import Cluster
@@ -39,10 +39,19 @@ class Failure:
     after: bool  # the operation, or before it
     interrupt: bool = False  # Ctrl-C, the second one
     rank: int = 0  # where it happens
+    replicas: int = 1
+    averaged: int = 0
 
     @property
     def case(self) -> Case:
-        return Case(self.schedule, self.tier, steps=STEPS, micro_batches=2)
+        return Case(
+            self.schedule,
+            self.tier,
+            steps=STEPS,
+            micro_batches=2,
+            replicas=self.replicas,
+            averaged=self.averaged,
+        )
 
 
 def all_failures(*, world: int) -> Iterator[Failure]:
@@ -53,6 +62,14 @@ def all_failures(*, world: int) -> Iterator[Failure]:
         for part in range(SCHEDULES[schedule](micro_batches=2).num_parts(op)):
             for interrupt in (False, True) if world == 1 else (False,):
                 yield Failure(schedule, tier, plain, op, part, after, interrupt, rank=world - 1)
+
+
+def of_replicas() -> Iterator[Failure]:
+    """On two workers that hold all tables each, at what only replicas do."""
+    for schedule, tier, op, after in itertools.product(EXACT, ("memory", "disk"), (MERGE, AVERAGE), (False, True)):
+        parts = SCHEDULES[schedule](micro_batches=2).num_parts(GRAD) if op == MERGE else 1
+        for part in range(parts):
+            yield Failure(schedule, tier, False, op, part, after, rank=1, replicas=2, averaged=2)
 
 
 def of_rank(features: Any, case: Case, rank: int, world: int) -> list[Batch]:
@@ -136,6 +153,8 @@ def disturbed(failure: Failure, store: str) -> dict[str, Any]:
         told["resumed"] = again.digest()
     finally:
         close(again, folder)
+        if world > 1:  # before its file is removed: torch looks for it as long as workers wait for each other
+            dist.destroy_process_group()
     return told
 
 
@@ -158,7 +177,7 @@ def check(failure: Failure, told: dict[str, Any], expected: str) -> list[str]:
 
 def run(cluster: Cluster, world: int, failure: Failure, expected: dict[Any, str]) -> tuple[list[str], bool]:
     """What is wrong, and whether the trainer refused to go on."""
-    kind = (world, failure.plain)
+    kind = (world, failure.plain, failure.replicas, failure.averaged)
     if kind not in expected:
         expected[kind] = cluster.run(world, undisturbed, failure)[0]
     folder = tempfile.mkdtemp()
@@ -175,7 +194,8 @@ def run(cluster: Cluster, world: int, failure: Failure, expected: dict[Any, str]
 def main() -> None:
     every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     cluster, start, expected, wrong, refused = Cluster(), time.perf_counter(), {}, 0, 0
-    cases = [(world, failure) for world in (1, 2) for failure in all_failures(world=world)][::every]
+    cases = [(world, failure) for world in (1, 2) for failure in all_failures(world=world)]
+    cases = [*cases, *((2, failure) for failure in of_replicas())][::every]
     for number, (world, failure) in enumerate(cases):
         try:
             flaws, did_refuse = run(cluster, world, failure, expected)

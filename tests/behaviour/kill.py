@@ -44,16 +44,18 @@ full_every = {full_every}
 [schedule]
 name = "{schedule}"
 micro_batches = {micro_batches}
+replicas = {replicas}
 """
 PATIENCE = 300.0  # seconds for a whole run
 
 
-def settings(rng: random.Random) -> dict[str, object]:
+def settings(rng: random.Random, replicas: int) -> dict[str, object]:
     schedule = rng.choice(["serial", "dbp", "fwp", "nested"])
-    workers = rng.choice([2, 2, 3])
-    memory = "16MB" if workers == 3 else "11MB"  # of a table on disk: enough for a third of its rows
+    shards = rng.choice([2, 2, 3]) if replicas == 1 else 2
+    memory = "16MB" if shards == 3 else "11MB"  # of a table on disk: enough for a third of its rows
     return {
-        "workers": workers,
+        "workers": shards * replicas,
+        "replicas": replicas,
         "schedule": schedule,
         "micro_batches": 1 if schedule in ("serial", "dbp") else 2,
         "table": rng.choice(['tier = "memory"', f'tier = "disk", memory = "{memory}"']),
@@ -100,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=1, help="of the tables, each on two workers")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     expected: dict[tuple[object, ...], tuple[str, float]] = {}
@@ -107,7 +110,7 @@ def main() -> None:
     base = Path(tempfile.mkdtemp(prefix="nestpipe-kill-"))
     for number in range(arguments.runs):
         rng = random.Random(arguments.seed * 1_000_003 + number)
-        chosen = settings(rng)
+        chosen = settings(rng, arguments.replicas)
         # How often it is saved, and where rows are, must not change what is learned.
         same = chosen["workers"], chosen["micro_batches"]
         if same not in expected:

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from tests.behaviour.failures import Failure, all_failures, run
+from tests.behaviour.failures import Failure, all_failures, of_replicas, run
 from tests.cluster import Cluster
 
 EXPECTED: dict[object, str] = {}
 ALONE = list(all_failures(world=1))[::29]  # `make failures` takes all of them
-TOGETHER = list(all_failures(world=2))[::61]
+TOGETHER = [*list(all_failures(world=2))[::61], *list(of_replicas())[::13]]
 
 
 @pytest.mark.parametrize("failure", ALONE, ids=lambda f: f"{f.schedule}-{f.tier}-{f.op}{f.part}")

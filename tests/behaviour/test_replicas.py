@@ -74,8 +74,9 @@ def united(parts: list[dict[str, dict[int, np.ndarray]]]) -> dict[str, dict[int,
     return {name: {key: row for part in parts for key, row in part[name].items()} for name in parts[0]}
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("mesh", "tier"), [*((mesh, "memory") for mesh in MESHES), ((2, 2), "disk"), ((2, 1), "disk")], ids=str
+)
 def test_exact_replicas_give_what_one_replica_gives(cluster: Cluster, mesh: tuple[int, int], tier: str) -> None:
     """Every row optimizer, pooling, admission, eviction; the same global batches."""
     replicas, shards = mesh
@@ -93,11 +94,12 @@ def test_exact_replicas_give_what_one_replica_gives(cluster: Cluster, mesh: tupl
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 @pytest.mark.parametrize("schedule", ["dbp", "fwp", "nested"])
 def test_every_schedule_equals_serial_with_replicas(cluster: Cluster, schedule: str, mesh: tuple[int, int]) -> None:
+    """`make grid` has them all, with every split."""
     replicas, shards = mesh
-    for number, tier in enumerate(["memory", "disk"]):
-        case = Case(schedule, tier, steps=12, micro_batches=3, clustering="window", delays=number, replicas=replicas)
-        world = replicas * shards
-        assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}
+    tier = ("memory", "disk")[(replicas + len(schedule)) % 2]
+    case = Case(schedule, tier, steps=12, micro_batches=3, clustering="window", delays=1, replicas=replicas)
+    world = replicas * shards
+    assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}
 
 
 # -- averaged ----------------------------------------------------------------------------------------------------------
@@ -108,13 +110,19 @@ def test_every_schedule_equals_serial_with_replicas(cluster: Cluster, schedule: 
 def test_every_schedule_equals_serial_with_replicas_that_are_averaged(
     cluster: Cluster, schedule: str, every: int
 ) -> None:
-    for number, (tier, (replicas, shards)) in enumerate([("memory", (2, 2)), ("disk", (2, 1)), ("disk", (3, 1))]):
-        case = Case(
-            schedule, tier, steps=13, micro_batches=2, delays=number, replicas=replicas, averaged=every,
-            check_freshness=number == 1,
-        )  # fmt: skip
-        world = replicas * shards
-        assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}
+    tier, replicas, shards = {"dbp": ("disk", 2, 1), "fwp": ("memory", 2, 2), "nested": ("disk", 3, 1)}[schedule]
+    case = Case(
+        schedule,
+        tier,
+        steps=13,
+        micro_batches=2,
+        delays=every,
+        replicas=replicas,
+        averaged=every,
+        check_freshness=every > 1,
+    )
+    world = replicas * shards
+    assert set(cluster.run(world, train, case)) == {serial(cluster, world, case)}
 
 
 class Fixed(nn.Module):
@@ -183,8 +191,7 @@ def applied(optimizer: RowOptimizer, rows: np.ndarray, grad: np.ndarray) -> np.n
     return np.concatenate([values - optimizer.lr * grad / (np.sqrt(sums) + 1e-10), sums], 1)
 
 
-@pytest.mark.parametrize("near", ["shards", "replicas"])
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize(("every", "near"), [(1, "shards"), (4, "replicas")])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.3), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1)], ids=repr)
 def test_averaging_rows_used_since_equals_averaging_whole_tables(
     cluster: Cluster, optimizer: RowOptimizer, every: int, near: str
