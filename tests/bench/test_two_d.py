@@ -5,16 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from nestpipe.bench import moments, two_d
+from nestpipe.bench import moments
 
 SMALL = dataclasses.replace(moments.QUICK, rows=48, steps=64)
 
 
-def test_the_suite_runs_and_its_figures_hang_together(sane: Callable[..., str]) -> None:
-    results = two_d.run(quick=True)
-    text = sane(two_d.sections(results))
-    assert all(f"| {kind} | {every} |" in text for kind in moments.KINDS for every in moments.QUICK.every)
-    cost = results["moments"]["cost"]
+def test_moment_scaling_is_measured_and_its_figures_hang_together(ratios: dict, sane: Callable[..., str]) -> None:
+    cost = moments.measure_cost(SMALL)
+    text = sane(moments.sections(dataclasses.asdict(SMALL), ratios, cost))
+    assert all(f"| {kind} | {every} |" in text for kind in moments.KINDS for every in SMALL.every)
     assert all(figures["update_ns"] > 0 and figures["average_ns"] > 0 for figures in cost.values())
 
 
