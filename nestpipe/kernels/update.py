@@ -250,9 +250,7 @@ AGREED = 2  # what CROSS would be if all replicas agreed
 # The others are this replica's sums since then; averaging uses them and starts them again from zero:
 OWN = 3  # of |g|^2
 SHARED = 4  # of (n - 1) * |g|^2
-SKETCH = (
-    5  # of g with random signs, those of a step the same in all replicas; every fourth value into the same of four sums
-)
+SKETCH = 5  # four sums, of every fourth value of g, with random signs that are the same in all replicas
 SKETCHES = 4
 ROW_SCALED_FLOATS = SKETCH + SKETCHES
 
