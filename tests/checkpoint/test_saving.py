@@ -233,7 +233,7 @@ def save_with_trouble(path: Path) -> None:
         def fail(**_: Any) -> None:
             raise OSError("no space left")
 
-        trainer.stores[0].blocks = fail  # type: ignore[assignment,method-assign,return-value]
+        trainer.stores[0].saved_blocks = fail  # type: ignore[assignment,method-assign,return-value]
     trainer.save(path)
 
 
