@@ -26,7 +26,7 @@ def here(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleT
         return json.loads(json.dumps(cluster.run(workers, in_a_group, work, *args)[0]))
 
     @contextlib.contextmanager
-    def links(workers: int, *, rate: str) -> Iterator[Links]:
+    def links(workers: int, **_: Any) -> Iterator[Links]:
         yield Links(why="a test")
 
     def patch(suite: ModuleType) -> None:

@@ -73,6 +73,32 @@ def test_workers_talk_at_the_rate_of_their_links() -> None:
     assert are_gone(names)
 
 
+def send_once(made: Links, receiver: int) -> float:
+    """Bytes that have gone from group to group for a megabyte from worker 0."""
+    dist.barrier()
+    before = made.bytes_between()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(250_000), receiver)
+    elif dist.get_rank() == receiver:
+        dist.recv(torch.zeros(250_000), 0)
+    dist.barrier()
+    return made.bytes_between() - before
+
+
+@pytest.mark.usefixtures("possible")
+def test_what_stays_in_a_group_does_not_cross_the_link_between_groups() -> None:
+    with links(4, rate="400mbit", groups=2, between="200mbit") as made:
+        assert made.label == "400mbit/s links, 2 groups with 200mbit/s between them"
+        inside, across = (run_workers(send_once, made, to, workers=4, links=made) for to in (1, 2))
+    assert inside < 1e5 and 1e6 < across < 1.2e6
+
+
+def test_workers_that_cannot_form_equal_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 workers cannot form 2 equal groups"), links(5, groups=2, between="1mbit"):
+        pass
+
+
 @pytest.mark.usefixtures("possible")
 def test_nothing_is_left_after_an_exception() -> None:
     names: list[str] = []
