@@ -58,7 +58,7 @@ def draw(traces: Sequence[RankTrace], path: Path, *, steps: int = 3) -> None:
         top -= tall + BETWEEN
     for panel in axes[:-1]:
         panel.tick_params(axis="x", labelbottom=False)
-    axes[-1].set_xlabel("ms", fontsize=10)
+    axes[-1].xaxis.set_major_formatter("{x:g} ms")
     _name_steps(axes[0], shown[0], measured, first, last, begin)
     _legend(axes[-1], drawn, height)
     figure.text(LEFT / WIDTH, 1 - 14 / height, title(traces), fontsize=12, weight="bold", va="top")
