@@ -289,6 +289,9 @@ def check_unused(config: Config, folder: Path) -> None:
 def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float]:
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint.parent} has no checkpoint {checkpoint.name!r}: the run has not finished")
+    config = dataclasses.replace(
+        config, setting=dataclasses.replace(config.setting, replicas=1)
+    )  # on any number of workers
     trainer, built = make_trainer(config, storage=checkpoint.parent / "storage-of-evaluate")
     try:
         trainer.load(checkpoint)

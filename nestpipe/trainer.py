@@ -331,6 +331,7 @@ class Trainer:
         """Writes tables, model, optimizers, random states and the place in the data to a new folder, which appears only when it
         is complete."""
         self._wait_for_checkpoints()  # one of them may be the same
+        saved.check_new(Path(path), self._worker.rows)
         self._worker.ops.settle_replicas(self.steps)
         saved.save(Path(path), self._content(), self._worker.rows)
 

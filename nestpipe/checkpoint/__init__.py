@@ -14,7 +14,7 @@ from nestpipe.checkpoint.background import Background
 from nestpipe.checkpoint.loading import Loaded, load, set_torch_rng
 from nestpipe.checkpoint.manifest import Base, Damaged, complete, folder_of, problems
 from nestpipe.checkpoint.resuming import content_of, load_into
-from nestpipe.checkpoint.saving import Content, save
+from nestpipe.checkpoint.saving import Content, check_new, save
 from nestpipe.checkpoint.settings import Settings
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Damaged",
     "Loaded",
     "Settings",
+    "check_new",
     "complete",
     "content_of",
     "folder_of",

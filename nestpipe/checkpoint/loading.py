@@ -180,8 +180,11 @@ def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> Sequ
 
 def _writers(manifest: Manifest, store: TableStore, transport: Transport) -> list[int]:
     """Workers whose files may hold rows of this one: all of them, unless it has the same part now as then."""
-    owners = manifest.settings.owners.get(store.table.name)
-    same = manifest.world == transport.world and owners == store.owners.tolist()
+    owners, replicas = (
+        manifest.settings.owners.get(store.table.name),
+        manifest.settings.replicas.get(store.table.name, 1),
+    )
+    same = manifest.world == transport.world and owners == store.owners.tolist() and replicas == 1
     return [transport.rank] if same else list(range(manifest.world))
 
 

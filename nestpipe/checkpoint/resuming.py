@@ -22,16 +22,20 @@ def content_of(worker: Worker, *, config: Mapping[str, Any] | None, run: str | N
     settings = Settings(
         lr_factor=worker.lr_factor,
         pooled_at_owner=dict(zip(names, plan.at_owner, strict=True)),
-        # Where there are replicas they share the work of saving: no worker finds all its rows in its own file.
-        owners={
-            name: None if k in plan.unplaced or len(plan.peers[k]) > 1 else plan.owners[k].tolist()
-            for k, name in enumerate(names)
-        },
+        owners={name: _owners(worker, k) for k, name in enumerate(names)},
+        replicas={name: len(plan.peers[k]) for k, name in enumerate(names) if len(plan.peers[k]) > 1},
         micro_batches=training.engine.schedule.micro_batches if measured else None,
         config=config,
         run=run,
     )
     return Content(worker.stores, worker.dense, training.steps, training.position, settings, base)
+
+
+def _owners(worker: Worker, k: int) -> list[int] | None:
+    plan = worker.ops.plan
+    if len(plan.peers[k]) > 1:
+        return list(range(worker.world))
+    return None if k in plan.unplaced else plan.owners[k].tolist()
 
 
 def load_into(worker: Worker, path: Path, tables: Sequence[str] | None) -> Settings:
@@ -69,7 +73,9 @@ def load_into(worker: Worker, path: Path, tables: Sequence[str] | None) -> Setti
             process.tell(f"micro-batches: {settings.micro_batches} [auto; as measured before the checkpoint]")
     for k in ops.plan.undecided:
         name = ops.plan.tables[k].name
-        # What is best with one owner is no guide for several.
+        # What is best with one owner is no guide for several, nor is what is best with replicas without.
+        if settings.replicas.get(name, 1) != len(ops.plan.peers[k]):
+            continue
         if len(settings.owners.get(name) or ()) != 1 or len(ops.plan.owners[k]) == 1:
             ops.plan.resume(k, settings.pooled_at_owner.get(name))
     return settings

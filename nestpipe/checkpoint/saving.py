@@ -65,10 +65,14 @@ class Content:
     base: Base | None = None
 
 
-def save(path: Path, content: Content, transport: Transport) -> None:
-    """Returns when the checkpoint is there; what goes wrong on one worker is raised on all, and nothing is left of it."""
+def check_new(path: Path, transport: Transport) -> None:
+    """Raises ValueError if there is something already. All workers call it, before `save`."""
     if transport.gather_objects(os.path.exists(path))[0]:
         raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
+
+
+def save(path: Path, content: Content, transport: Transport) -> None:
+    """Returns when the checkpoint is there; what goes wrong on one worker is raised on all, and nothing is left of it."""
     partial = partial_of(path)
     first = transport.rank == 0
     try:

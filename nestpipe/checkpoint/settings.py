@@ -17,6 +17,7 @@ class Settings:
     config: of the run, by section; None for one that has none.
     run: which one it is; None where nobody has said.
     owners: {table: the workers that hold it}; None: not decided yet.
+    replicas: {table: how many times it was held, if more than once}: of workers that held the same each has saved a part.
     """
 
     lr_factor: float
@@ -25,6 +26,7 @@ class Settings:
     micro_batches: int | None = None
     config: Mapping[str, Mapping[str, Any]] | None = None
     run: str | None = None
+    replicas: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -43,4 +45,7 @@ class Settings:
             raise ValueError(f"the config is {config!r:.80}")
         if type(measured) not in (int, type(None)) or type(run) not in (str, type(None)):
             raise ValueError(f"micro_batches is {measured!r:.40}, the run {run!r:.40}")
-        return cls(lr_factor, pooled_at_owner, owners, measured, config, run)
+        replicas = values.get("replicas", {})
+        if type(replicas) is not dict or not all(type(count) is int for count in replicas.values()):
+            raise ValueError(f"the replicas are {replicas!r:.80}")
+        return cls(lr_factor, pooled_at_owner, owners, measured, config, run, replicas)

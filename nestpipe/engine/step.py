@@ -29,7 +29,7 @@ from nestpipe.errors import Stopped, TrainingError, describe
 from nestpipe.exchange.averaging import Awaiting, average
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.layout import Layout, Sizes, payload_layout
-from nestpipe.exchange.owner import OwnerRoute
+from nestpipe.exchange.owner import OwnedKeys, OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.replicas import ReplicaRoute
 from nestpipe.exchange.requests import Requests, decide
@@ -39,6 +39,7 @@ from nestpipe.exchange.window import Window
 from nestpipe.kernels import records
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, rows_of, scatter_add
+from nestpipe.optim import ScaledRowwiseAdagrad
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
 
@@ -261,6 +262,8 @@ class StepOperations:
             positions = distinct
         if k in ctx.revisited:
             positions = self._with_revisited(ctx, k, positions)
+        elif self.plan.is_averaged(k):
+            positions = self._own(owned, positions)
         if buffer is None:
             assert isinstance(store, MemoryStore)
             rows, used = store.rows, positions
@@ -278,6 +281,13 @@ class StepOperations:
         both = self._distinct(np.concatenate([positions, store.directory.find_any(ctx.revisited[k])]))
         store.mark(both[len(positions) :], ctx.step)
         return both
+
+    def _own(self, owned: OwnedKeys, positions: np.ndarray) -> np.ndarray:
+        """Those that this group uses: rows of the others, which are not averaged yet, need not be brought here."""
+        used = np.zeros(len(positions), bool)
+        used[owned.row_E] = True
+        owned.merge(np.where(used, np.cumsum(used) - 1, -1).astype(np.int32))
+        return positions[used]
 
     def _distinct(self, positions: np.ndarray) -> np.ndarray:
         """In the order in which they come first, which is the same on all replicas; without those of rows given up meanwhile."""
@@ -414,8 +424,8 @@ class StepOperations:
         if output is not None and output.losses.requires_grad:
             ctx.totals[TRAINABLE] += 1
             self.dense_part.backward(output.losses.sum(), last=last)
-            if ctx.error is None:
-                self._backward_rows(ctx, m, leaves)
+        if output is not None and ctx.error is None:
+            self._backward_rows(ctx, m, leaves)
         if last and ctx.error is None:
             self._check_dense_gradients(ctx)
 
@@ -498,7 +508,8 @@ class StepOperations:
                 # Rows that only other groups use stay as they are: an optimizer may move a row without a gradient too.
                 used = np.flatnonzero(np.diff(grads.start))
                 scale *= len(self.plan.peers[k])
-                sharers = routes[k].sharers(k, len(positions))[used]
+                if isinstance(store.table.optimizer, ScaledRowwiseAdagrad) and store.table.optimizer.is_by_row:
+                    sharers = routes[k].sharers(k, len(positions))[used]
                 grads = grads._replace(start=np.append(grads.start[used], grads.start[-1]))
                 positions = positions[used]
             store.update(positions, grads, scale, rows=ctx.rows[k], sharers=sharers)
@@ -526,9 +537,11 @@ class StepOperations:
             if isinstance(store, MemoryStore):
                 self._average(k, store.rows, positions, Arena())
             else:
-                words = store.words(positions)
+                words, buffer = store.words(positions), self.buffers[k]
                 self._average(k, store.rows_in(words), np.arange(len(positions)), Arena())
                 store.write_back(positions, words)
+                assert buffer is not None
+                buffer.forget()  # the next batch is to read them from the tier, not from the batch before
             store.mark(positions, max(0, steps - 1))
             awaiting.settle(steps)
 

@@ -35,7 +35,8 @@ class Mesh:
         if world % replicas:
             fitting = [str(m) for m in range(1, world + 1) if world % m == 0]
             raise ValueError(
-                f"replicas={replicas}: {world} workers cannot form {replicas} equal groups; take one of {', '.join(fitting)}"
+                f"replicas={replicas}: {world} workers cannot form {replicas} equal groups; take one of {', '.join(fitting)}, or "
+                f"another number of workers"
             )
         by_machine = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
         order = np.array(sorted(range(world), key=lambda rank: (by_machine[machines[rank]], rank)))

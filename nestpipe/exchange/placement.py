@@ -64,7 +64,8 @@ def decide(plan: ExchangePlan, counted: np.ndarray | None, transport: Transport)
         table = plan.tables[k]
         load = np.array([whole, distinct * (table.dim + table.optimizer.state_floats(table.dim))], np.float64)
         if k not in plan.unplaced:
-            if len(plan.owners[k]) < world:
+            # (Who holds a replica differs from worker to worker: all must deal by the same numbers.)
+            if len(plan.peers[k]) == 1 and len(plan.owners[k]) < world:
                 declared[:, plan.owners[k]] += (load / len(plan.owners[k]))[:, None]
             continue
         shared = as_bags if table.pooled_at == "owner" else min(as_rows, as_bags)

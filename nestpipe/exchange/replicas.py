@@ -193,5 +193,7 @@ class ReplicaRoute:
         """How many groups use each row of table k in this batch."""
         counts = np.zeros(num_rows, np.int64)
         for rows in np.split(self._row_X[k], np.cumsum(self._counts(k))[:-1]):
-            counts[np.unique(rows)] += 1
+            used = np.zeros(num_rows, bool)
+            used[rows[rows >= 0]] = True  # -1: rows that this group does not use
+            counts += used
         return counts

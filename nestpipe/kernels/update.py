@@ -288,9 +288,12 @@ def _row_scaled_adagrad(row, grad, signs, state, lr, weight_decay, clip, eps, re
     # Of n replicas' decay only n / M is left after averaging, and the limit is one of gbar.
     clip_and_decay(row, weight_decay * (replicas / n), clip / np.float32(math.sqrt(share)), grad)
     square = _sum_of_squares(grad) / np.float32(len(row))
-    state[OWN] += square
-    state[SHARED] += (n - one) * square
-    _add_to_sketch(grad, signs, state)
+    if replicas > one:
+        state[OWN] += square
+        state[SHARED] += (n - one) * square
+        _add_to_sketch(grad, signs, state)
+    else:  # nobody will average: it is known at once, also to whoever loads it with replicas
+        state[SQUARES] += square
     own, shared = state[OWN], state[SHARED]
     total = state[SQUARES] + agree * state[AGREED]
     if own > 0:

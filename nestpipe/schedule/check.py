@@ -88,7 +88,7 @@ def check(schedule: Schedule) -> Verdict:
         problems.append(
             f"unbounded: nothing keeps {PREFETCH}(t) from running far ahead; let it wait for {WRITEBACK}(t-k), with a k"
         )
-    problems += _races(tasks, graph, before, schedule)
+    problems += _races(tasks, graph, before, schedule) or _read_too_early(run, schedule)
     if problems:
         return Verdict(problems, in_flight=in_flight or 0)
     first = schedule.look_ahead + schedule.behind
@@ -292,6 +292,27 @@ def _races(tasks: list[Task], graph: dict[Op, set[Op]], before: _Order, schedule
             before = _Order(graph, before.number)
         except graphlib.CycleError:
             return missing
+
+
+def _read_too_early(run: list[Op], schedule: Schedule) -> list[str]:
+    """What belongs to one batch is complete before it is read: none of it is written after that (but given up by WRITEBACK)."""
+    reader: dict[object, Op] = {}
+    found: dict[str, None] = {}  # in order, each once
+    for op in run:
+        touched = [(thing, writes) for thing, writes in _touched(op, schedule) if _of_a_batch(thing)]
+        for thing, writes in touched:
+            if writes and thing in reader and op.name != WRITEBACK:
+                early = relative(reader[thing], op.batch)
+                found[f"{early} reads the {thing[0]} before {relative(op, op.batch)} has written it"] = None  # type: ignore[index]
+        for thing, writes in touched:
+            if not writes:
+                reader.setdefault(thing, op)
+    return list(found)
+
+
+def _of_a_batch(thing: object) -> bool:
+    """Not one of two buffers, and nothing that outlives a batch."""
+    return isinstance(thing, tuple) and thing[0] != "buffer"
 
 
 def _apart(thing: object, a: Op, b: Op) -> bool:

@@ -188,7 +188,7 @@ _TABLE = (
         unit="row of the owner",
         colour="#c0392b",
         reads=("agreed[t]", "returned[t, all]", "merged[t, all]", "learning rates"),
-        writes=("buffer[t mod 2]", "rows in memory", "given up rows"),
+        writes=("buffer[t mod 2]", "rows in memory", "given up rows", "updated[t]"),
     ),
     Operation(
         AVERAGE,
@@ -199,7 +199,7 @@ _TABLE = (
         group="rows",
         collective="all_to_all",
         optional=True,
-        reads=("agreed[t]", "positions[t]"),
+        reads=("agreed[t]", "positions[t]", "updated[t]"),
         writes=("buffer[t mod 2]", "rows in memory", "given up rows"),
     ),
     Operation(

@@ -158,6 +158,8 @@ class Directory:
         row of its own meanwhile leaves a shared one behind."""
         own = np.empty(len(keys), np.int64)
         self.index.find(keys, own)
+        if self._ttl is not None:
+            own[self._late(own, self.step)] = -1
         if not self.shares_rows:
             return own
         shared = np.empty(len(keys), np.int64)

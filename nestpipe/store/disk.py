@@ -236,10 +236,13 @@ class DiskStore(TableStore):
         if strict and rows < least:
             workers = len(self.owners)
             needed = (index + others + 4 * least * row_bytes) * workers
+            every = self.table.sync_every
+            window = f", or average more often: sync_every={every} holds the rows of so many steps" if every > 1 else ""
             raise ValueError(
                 f"table {self.table.name!r}: memory={self.table.memory or self.table.memory_bytes!r} is too little: on this "
                 f"worker (1 of {workers}) the index of {len(self.directory) + more:,} keys takes {index:,} bytes and buffers "
-                f"{others:,} of {self._part:,}, which leaves no room for rows; give it memory={_megabytes(needed)!r} or more"
+                f"{others:,} of {self._part:,}, which leaves no room for rows; give it "
+                f"memory={_megabytes(needed)!r} or more{window}"
             )
         return max(0, rows if self._hot_rows is None else min(rows, self._hot_rows))
 

@@ -31,7 +31,7 @@ def test_what_an_earlier_version_did_not_save_has_its_default() -> None:
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
-    assert Settings.from_json({**SETTINGS.to_json(), "replicas": 2}) == SETTINGS
+    assert Settings.from_json({**SETTINGS.to_json(), "weather": 2}) == SETTINGS
 
 
 @pytest.mark.parametrize(
