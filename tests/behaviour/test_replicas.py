@@ -14,7 +14,18 @@ import pytest
 import torch
 from torch import nn
 
-from nestpipe import SGD, Adagrad, Batch, Feature, Jagged, RowwiseAdagrad, Table, Trainer
+from nestpipe import (
+    SGD,
+    Adagrad,
+    Batch,
+    Eviction,
+    Feature,
+    Jagged,
+    RowwiseAdagrad,
+    ScaledRowwiseAdagrad,
+    Table,
+    Trainer,
+)
 from nestpipe.optim import RowOptimizer
 from nestpipe.tables import Normal
 from tests.behaviour.test_schedules import Case, batches, close, make, serial, train
@@ -299,3 +310,156 @@ def test_after_an_average_replicas_are_alike_and_between_two_they_are_not(cluste
         parts = cluster.run(3, digests_of_parts, case)
         alike = [len(set(of_table)) == 1 for of_table in zip(*parts, strict=True)]
         assert alike == ([True] * 5 if steps == 12 else [True, False, False, False, False])
+
+
+# -- mistakes, and what others have tried ------------------------------------------------------------------------------
+
+
+def small(tables: list[Table], model: nn.Module | None = None, **options: Any) -> Trainer:
+    features = [Feature(table.name, table.name, "sum") for table in tables]
+    return Trainer(
+        Summed() if model is None else model,
+        tables,
+        features,
+        dense_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        **options,
+    )
+
+
+class Summed(nn.Module):
+    """A sample's rows add up to its label; where all labels are above 100, nothing is to be learned."""
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> torch.Tensor:
+        if batch.size and bool((batch.labels > 100).all()):
+            return torch.zeros(batch.size)
+        return (sum(values.sum(1) for values in rows.values()) - batch.labels) ** 2
+
+
+def bags(names: list[str], rank: int, steps: int, *, blind: tuple[int, ...] = (), keys: int = 300) -> Iterator[Batch]:
+    """blind: batches of rank 1 from which nothing is to be learned."""
+    rng = np.random.default_rng([8, rank])
+    for step in range(steps):
+        lists = {}
+        for name in names:
+            lengths = rng.integers(1, 8, 8)
+            values = torch.from_numpy(rng.integers(0, keys, int(lengths.sum())))
+            lists[name] = Jagged.from_lengths(values, torch.from_numpy(lengths))
+        labels = torch.from_numpy(rng.standard_normal(8).astype(np.float32))
+        yield Batch(lists, {}, labels + 1000 if rank == 1 and step in blind else labels)
+
+
+def owners_beside_replicas(replicas: int | str) -> tuple[list[list[int]], list[set[int]]]:
+    with small([Table("small", 4, replicas=replicas), *(Table(name, 4, owners="auto") for name in "ab")]) as trainer:
+        trainer.fit(bags(["small", "a", "b"], trainer.rank, 4))
+        return [s.owners.tolist() for s in trainer.stores[1:]], [set(s.items()[0].tolist()) for s in trainer.stores[1:]]
+
+
+def test_workers_decide_the_owners_of_a_table_alike_beside_one_with_replicas(cluster: Cluster) -> None:
+    for replicas in ("all", 1):
+        (owners, held), (others, held_there) = cluster.run(2, owners_beside_replicas, replicas)
+        assert owners == others
+        assert all(not (here & there) for here, there in zip(held, held_there, strict=True))
+
+
+def rows_after_blind_batches(replicas: int | str | None, pooled_at: str) -> dict[int, list[float]]:
+    table = Table("a", 4, optimizer=SGD(lr=0.05), pooled_at=pooled_at, replicas=replicas)
+    with small([table], replicas=2 if replicas is None else 1) as trainer:
+        trainer.fit(bags(["a"], trainer.rank, 6, blind=(2, 4), keys=60))
+        return dict(enumerate(trainer.rows("a", list(range(60))).tolist()))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "pooled_at"), [(1, "owner"), (None, "source"), (None, "owner"), ("all", "auto")], ids=str
+)
+def test_a_batch_that_teaches_nothing_leaves_nothing_behind_in_the_gradients(
+    cluster: Cluster, replicas: int | str | None, pooled_at: str
+) -> None:
+    expected = cluster.run(2, rows_after_blind_batches, 1, "source")[0]
+    for rows in cluster.run(2, rows_after_blind_batches, replicas, pooled_at):
+        np.testing.assert_allclose(list(rows.values()), list(expected.values()), atol=1e-6)
+
+
+def saved_in_on_step(case: Case, folder: str, at: int) -> str:
+    trainer, features, storage = make(case)
+    try:
+        source = batches(features, case, trainer.rank, trainer.world)
+        trainer.fit(source, on_step=lambda result: trainer.save(folder) if result.step == at else None)
+        return trainer.digest()
+    finally:
+        close(trainer, storage)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "fwp"])
+def test_a_save_in_the_middle_of_a_run_is_seen_by_the_next_batch(
+    cluster: Cluster, schedule: str, tmp_path: Path
+) -> None:
+    case = Case(schedule, "disk", steps=12, micro_batches=2, replicas=2, averaged=4, overlap=0.5)
+    end = cluster.run(2, saved_in_on_step, case, str(tmp_path / "saved"), 6)[0]
+    assert set(cluster.run(2, functools.partial(loaded, goes_on=True), case, str(tmp_path / "saved"))) == {end}
+
+
+def saved_with_replicas(folder: str) -> None:
+    with small([Table("a", 4)], replicas=2) as trainer:
+        trainer.fit(bags(["a"], trainer.rank, 3))
+        trainer.save(folder)
+
+
+def gone_on_with_auto(folder: str) -> tuple[list[int], int]:
+    with small([Table("a", 4, owners="auto")]) as trainer:
+        trainer.load(folder)
+        trainer.fit(bags(["a"], trainer.rank, 3))
+        return trainer.stores[0].owners.tolist(), trainer.table_stats()["a"].rows
+
+
+def test_a_checkpoint_of_replicas_is_gone_on_with_by_owners_that_were_to_be_decided(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    cluster.run(2, saved_with_replicas, folder)
+    results = cluster.run(2, gone_on_with_auto, folder)
+    assert {tuple(owners) for owners, _ in results} == {(0, 1)} and results[0][1] <= 300
+
+
+def looked_at_by_one() -> int:
+    table = Table("a", 4, eviction=Eviction(ttl=4), sync="average", sync_every=16)
+    with small([table], replicas=2) as trainer:
+        look = (lambda _: trainer.stores[0].stats()) if trainer.rank == 0 else None
+        trainer.fit(bags(["a"], trainer.rank, 32, keys=3000), on_step=look)
+        return trainer.steps
+
+
+def test_rows_past_their_time_are_averaged_by_nobody_whoever_has_looked(cluster: Cluster) -> None:
+    assert cluster.run(2, looked_at_by_one) == [32, 32]
+
+
+def moves(replicas: int, folder: str, steps: int, *, resumes: bool) -> list[float]:
+    """How far a row moves in each step, with the same gradient everywhere."""
+    optimizer = ScaledRowwiseAdagrad(lr=1.0, scale="row")
+    table = Table("a", 4, optimizer=optimizer, init=Normal(0.0), sync="average")
+    places = [0.0]
+    with small([table], Pulled(), replicas=replicas) as trainer:
+        if resumes:
+            trainer.load(folder)
+        places[0] = float(trainer.rows("a", [5])[0, 0])
+        keys = {"a": Jagged.from_lengths(torch.tensor([5]), torch.ones(1, dtype=torch.int64))}
+        for _ in range(steps):
+            trainer.step(Batch(keys, {}, torch.zeros(1)))
+            places.append(float(trainer.rows("a", [5])[0, 0]))
+        if not resumes:
+            trainer.save(folder)
+    return np.abs(np.diff(places)).tolist()
+
+
+class Pulled(nn.Module):
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> torch.Tensor:
+        return rows["a"].sum(1)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_scales_of_rows_are_right_on_another_number_of_replicas(
+    cluster: Cluster, saved_by: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    cluster.run(2, functools.partial(moves, resumes=False), saved_by, folder, 50)
+    one, two = (cluster.run(2, functools.partial(moves, resumes=True), replicas, folder, 3)[0] for replicas in (1, 2))
+    np.testing.assert_allclose(two, one, rtol=0.02)

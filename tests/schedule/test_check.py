@@ -22,6 +22,7 @@ from nestpipe.schedule.ops import (
     MERGE,
     OPERATIONS,
     PREFETCH,
+    REDUCE,
     RETRIEVE,
     ROUTE,
     SYNC,
@@ -300,3 +301,29 @@ def test_unrolling_fills_and_empties_the_pipeline() -> None:
 def test_a_look_ahead_that_does_not_fit_is_refused_with_the_fix(name: str, look_ahead: int) -> None:
     with pytest.raises(ValueError, match=r"look-?_?ahead.*(leave it out|at least 1)"):
         SCHEDULES[name](look_ahead=look_ahead)
+
+
+def moved(of: Schedule, name: str, before: str) -> Schedule:
+    def change(t: int, tasks: list[Task]) -> list[Task]:
+        rest = [task for task in tasks if task.op.name != name]
+        place = next(i for i, task in enumerate(rest) if task.op.name == before)
+        return [*rest[:place], *(task for task in tasks if task.op.name == name), *rest[place:]]
+
+    return changed(change, of)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "problem"),
+    [
+        (AVERAGE, UPDATE, "AVERAGE(t) reads the updated before UPDATE(t)"),
+        (MERGE, DENSE, "UPDATE(t) reads the merged before MERGE(t)"),
+        (MERGE, GRAD, "MERGE(t) reads the returned before GRAD(t)"),
+        (GRAD, DENSE, "UPDATE(t) reads the returned before GRAD(t)"),
+        (AGREE, DENSE, "UPDATE(t) reads the agreed before AGREE(t)"),
+        (EMB, REDUCE, "FWD(t) reads the vectors before EMB(t)"),
+    ],
+)
+def test_an_operation_that_comes_before_what_it_needs_is_found(name: str, before: str, problem: str) -> None:
+    schedule = replicated(SCHEDULES["serial"](), [MERGE, AVERAGE] if name in (MERGE, AVERAGE) else [])
+    assert not check(schedule).problems
+    assert any(text.startswith(problem) for text in check(moved(schedule, name, before)).problems)
