@@ -246,17 +246,27 @@ def row_scaled_adagrad(
         grads = grads + (_f32(weight_decay) * (replicas / n))[:, None] * rows.float()
     dim = grads.shape[1]
     square = sum_of_squares(grads) / _f32(dim)
-    own, shared = own + square, shared + (n - one) * square
-    signed, full, lanes = grads * signs(updates, dim), dim - dim % 4, torch.zeros(len(rows), 4)
-    for d in range(0, full, 4):
-        lanes = lanes + signed[:, d : d + 4]
-    sketch = state[:, 5:] + lanes
-    sketch[:, : dim - full] += signed[:, full:]
+    sketch = state[:, 5:]
+    if num_replicas == 1:  # nobody will average
+        squares = squares + square
+    else:
+        own, shared = own + square, shared + (n - one) * square
+        sketch = _sketched(sketch, grads, updates)
     here = (one + shared / own) * (own + agree * shared) / (replicas * replicas)
     total = squares + agree * agreed + torch.where(own > 0, here, _f32(0))
     step = _f32(lr) / _sqrt(total + _f32(eps))
     after = (rows.float() - step[:, None] * grads).to(rows.dtype)
     return after, torch.cat([torch.stack([squares, cross, agreed, own, shared], 1), sketch], 1)
+
+
+def _sketched(sketch: Tensor, grads: Tensor, updates: int) -> Tensor:
+    dim = grads.shape[1]
+    signed, full, lanes = grads * signs(updates, dim), dim - dim % 4, torch.zeros(len(grads), 4)
+    for d in range(0, full, 4):
+        lanes = lanes + signed[:, d : d + 4]
+    sketch = sketch + lanes
+    sketch[:, : dim - full] += signed[:, full:]
+    return sketch
 
 
 def adam(

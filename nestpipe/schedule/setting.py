@@ -89,7 +89,9 @@ class Setting:
             name += f", N = {self.micro_batches}"
             name += "" if self.window_cache else ", no window cache"
             name += f", clustering {self.clustering}" if self.clustering != "none" else ""
-        return name + (f", {self.replicas} replicas" if self.replicas > 1 else "")
+        if self.replicas > 1:
+            name += f", {self.replicas} replicas" + (" side by side" if self.near == "replicas" else "")
+        return name
 
     def options(self) -> dict[str, Any]:
         """As arguments of Trainer."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import FWD
-from nestpipe.schedule.setting import Setting
+from nestpipe.schedule.setting import NEAR, Setting
 from nestpipe.sections import Section, Table, shown
 from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.profile import Profile
@@ -94,7 +94,9 @@ def settings(workers: int, clustering: Sequence[str] = ("window", "taper")) -> l
         if setting.cuts
     ]
     more = [m for m in REPLICAS if workers % m == 0 and workers // m > 1]
-    replicated = [dataclasses.replace(setting, replicas=m) for m in more for setting in (*uncut, *cut)]
+    replicated = [
+        dataclasses.replace(setting, replicas=m, near=near) for m in more for near in NEAR for setting in (*uncut, *cut)
+    ]
     return [*uncut, *cut, *replicated]
 
 
@@ -174,6 +176,7 @@ def told(choices: Sequence[Choice], profile: Profile, workers: int, rows: Mappin
 def _toml(setting: Setting) -> str:
     cut = f", micro_batches = {setting.micro_batches}, clustering = {setting.clustering!r}"
     replicas = f", replicas = {setting.replicas}" if setting.replicas > 1 else ""
+    replicas += f", near = {setting.near!r}" if replicas and setting.near != Setting.near else ""
     return f"schedule {setting.schedule!r}" + (cut if setting.parts > 1 else "") + replicas
 
 
