@@ -480,7 +480,7 @@ def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
         f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
     )
     if result["workers"] > 1 and result["balance"] is not None:
-        print(f"most of a worker over the mean: {Balance(**result['balance'])}")
+        print(f"balance over workers (the most over the mean): {Balance(**result['balance'])}")
     for name, table in result["tables"].items():
         print(
             f"table {name}: {table['rows']:,} rows, {table['bytes'] / 1e6:,.1f} MB, {table['bytes_per_row']:.0f} bytes a row"
