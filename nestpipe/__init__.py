@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nestpipe.importing import nothing_collected
 
 if TYPE_CHECKING:
-    from nestpipe.batch import Batch, Jagged, Output
+    from nestpipe.batch import Batch, Jagged, Output, Streamed
     from nestpipe.engine.context import StepResult
     from nestpipe.errors import TrainingError
     from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad, ScaledRowwiseAdagrad
@@ -19,12 +19,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SGD", "Adagrad", "Adam", "Batch", "Eviction", "Feature", "FitResult", "Jagged", "Normal", "Output",
-    "RowwiseAdagrad", "ScaledRowwiseAdagrad", "StepResult", "Table", "Trainer", "TrainingError", "Uniform",
+    "RowwiseAdagrad", "ScaledRowwiseAdagrad", "StepResult", "Streamed", "Table", "Trainer", "TrainingError", "Uniform",
 ]  # fmt: skip
 
 # Where each stands. Imported when it is first asked for: torch takes seconds, and `nestpipe --help` needs none of it.
 _HOMES = {
-    "batch": ("Batch", "Jagged", "Output"),
+    "batch": ("Batch", "Jagged", "Output", "Streamed"),
     "engine.context": ("StepResult",),
     "errors": ("TrainingError",),
     "optim": ("SGD", "Adagrad", "Adam", "RowwiseAdagrad", "ScaledRowwiseAdagrad"),

@@ -45,6 +45,13 @@ class Jagged:
         torch.cumsum(lengths, 0, out=offsets[1:])
         return cls(values, offsets, weights)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Jagged]) -> Jagged:
+        """The lists of all, in order. All have weights, or none has."""
+        weights = [part.weights for part in parts if part.weights is not None]
+        values, lengths = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "lengths"))
+        return cls.from_lengths(values, lengths, torch.cat(weights) if weights else None)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -84,12 +91,56 @@ class Jagged:
         """For each of the T values, the sample it belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
 
+    def places(self) -> Tensor:
+        """For each of the T values, its place in its list: 0, 1, 2, ..."""
+        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths)
+        return torch.arange(len(starts), device=starts.device) - starts
+
+    def like(self, values: Tensor) -> Jagged:
+        """The same lists of other values, one for each: what a layer made of them."""
+        if len(values) != len(self.values):
+            raise ValueError(f"Jagged.like: got {len(values)} values for lists of {len(self.values)}")
+        return Jagged(values, self.offsets)
+
+    def spread(self, per_sample: Tensor) -> Tensor:
+        """[B, ...] -> [T, ...]: each sample's entry at each of its values; differentiable."""
+        if len(per_sample) != len(self):
+            raise ValueError(f"Jagged.spread: got {len(per_sample)} entries for {len(self)} lists")
+        return per_sample.index_select(0, self.sample_ids())
+
+    def split(self, heads: Tensor) -> tuple[Jagged, Jagged]:
+        """The first `heads[b]` values of each list (all of a shorter one), and the others; differentiable."""
+        heads = torch.minimum(heads.to(self.offsets), self.lengths)
+        if heads.shape != self.lengths.shape or (len(heads) and int(heads.min()) < 0):
+            raise ValueError("Jagged.split: heads must be one number of at least 0 for each sample")
+        in_head = self.places() < heads.repeat_interleave(self.lengths)
+        parts = []
+        for kept, lengths in ((in_head, heads), (~in_head, self.lengths - heads)):
+            where = kept.nonzero().squeeze(1)
+            weights = None if self.weights is None else self.weights[where]
+            parts.append(Jagged.from_lengths(self.values.index_select(0, where), lengths, weights))
+        return parts[0], parts[1]
+
+    def concat(self, other: Jagged) -> Jagged:
+        """Each sample's list with the other's behind it: a history and its candidates, say; differentiable."""
+        if len(other) != len(self):
+            raise ValueError(f"Jagged.concat: {len(self)} lists and {len(other)}; both must be of the same samples")
+        if (self.weights is None) != (other.weights is None):
+            raise ValueError("Jagged.concat: one of the two has weights; give both weights, or none")
+        offsets = self.offsets + other.offsets
+        mine = self.places() + self.spread(offsets[:-1])
+        others = other.places() + other.spread(offsets[:-1] + self.lengths)
+        order = torch.cat([mine, others]).argsort()
+        weights = None
+        if self.weights is not None and other.weights is not None:
+            weights = torch.cat([self.weights, other.weights])[order]
+        return Jagged(torch.cat([self.values, other.values])[order], offsets, weights)
+
     def to_padded(self, length: int | None = None, value: float = 0) -> Tensor:
         """[B, length] or [B, length, D]; differentiable. `length` defaults to the longest list; longer lists are cut."""
         longest = int(self.lengths.max()) if len(self) else 0
         length = longest if length is None else length
-        values, offsets = self.values, self.offsets
-        within = torch.arange(len(values), device=values.device) - torch.repeat_interleave(offsets[:-1], self.lengths)
+        values, within = self.values, self.places()
         where = self.sample_ids() * length + within
         if longest > length:
             kept = within < length
@@ -131,6 +182,32 @@ class Jagged:
         bounds = self.offsets.tolist()
         values = self.values.tolist()
         return [values[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+@dataclasses.dataclass(eq=False)
+class Streamed:
+    """B lists of rows that stay in host memory: what a model gets for a feature with `streamed=True`, to read as many of
+    them at a time as it has room for. `nestpipe.ops.segmented_softmax` does.
+
+    `gather(places, dtype)` gives the rows [n, D] at these places of all lists end to end, float32 on the model's device; a dtype
+    of half precision rounds them on the way. `add_grad(places, grads)` adds [n, D] to their gradients, in the order of calls and
+    of places: to be called in a backward only. `leaf` is an empty tensor for an operation to take as an input, so that autograd
+    calls its backward even if nothing else has a gradient.
+
+    The trial of a model that says nothing of `mixes_samples` gives a Jagged of the rows instead: take both.
+    """
+
+    offsets: Tensor
+    gather: Callable[[Tensor, torch.dtype], Tensor]
+    add_grad: Callable[[Tensor, Tensor], None]
+    leaf: Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.offsets[1:] - self.offsets[:-1]
 
 
 SEEN = "seen"
@@ -185,6 +262,22 @@ class Batch:
                 name: jagged(part) if isinstance(part, Jagged) else tensor(part) for name, part in self.dense.items()
             },
             labels=None if self.labels is None else tensor(self.labels),
+        )
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """One batch with the samples of all, in order. All have the same parts."""
+        if len(batches) == 1:
+            return batches[0]
+
+        def join(parts: list[Any]) -> Any:
+            return Jagged.joined(parts) if isinstance(parts[0], Jagged) else torch.cat(parts)
+
+        first = batches[0]
+        return cls(
+            keys={name: join([batch.keys[name] for batch in batches]) for name in first.keys},
+            dense={name: join([batch.dense[name] for batch in batches]) for name in first.dense},
+            labels=None if first.labels is None else join([batch.labels for batch in batches]),
         )
 
     @classmethod

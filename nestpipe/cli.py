@@ -20,7 +20,7 @@ from nestpipe import __version__
 from nestpipe.importing import nothing_collected
 
 SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
-          "simulator", "checkpoint", "two_d")  # fmt: skip
+          "simulator", "checkpoint", "two_d", "sequences")  # fmt: skip
 STOPPED = 128 + 15  # as a shell tells of a program that SIGTERM has ended
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 
@@ -471,6 +471,7 @@ def _lost_contact(error: BaseException) -> bool:
 
 def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
     from nestpipe.engine.balance import Balance
+    from nestpipe.engine.waiting import Waiting
     from nestpipe.run import in_words
 
     before = result["resumed_after"]
@@ -479,8 +480,17 @@ def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
         f"{result['samples']:,} samples in {result['seconds']:.1f} s ({result['samples_per_second']:,.0f} samples/s); "
         f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
     )
+    work = result["work"]
+    if work is not None:
+        tokens = f"{result['tokens_per_second']:,.0f} tokens/s, " if result["tokens"] else ""
+        used = f"not known ({work['why_not']})" if result["mfu"] is None else f"{result['mfu']:.1%}"
+        print(
+            f"{tokens}MFU {used} of {work['machine'] / 1e9:,.0f} GFLOP/s, peak memory of a worker {work['memory'] / 1e6:,.0f} MB"
+        )
     if result["workers"] > 1 and result["balance"] is not None:
         print(f"balance over workers (the most over the mean): {Balance(**result['balance'])}")
+    if result["workers"] > 1 and result["waiting"] is not None:
+        print(f"waiting for the slowest worker: {Waiting(**result['waiting'])}")
     for name, table in result["tables"].items():
         print(
             f"table {name}: {table['rows']:,} rows, {table['bytes'] / 1e6:,.1f} MB, {table['bytes_per_row']:.0f} bytes a row"

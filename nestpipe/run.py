@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -27,9 +28,11 @@ from nestpipe.checkpoint import manifest as manifests
 from nestpipe.config import Built, Config, TrainSection, build, dataset_class
 from nestpipe.data import Dataset, reader
 from nestpipe.data.dataset import skip
+from nestpipe.data.epoch import Cut, epoch_of, training_batches
 from nestpipe.engine.context import StepResult
 from nestpipe.engine.evaluation import judge_losses, judge_ranking
 from nestpipe.errors import Stopped, TrainingError, did_you_mean
+from nestpipe.exchange.samples import token_feature
 from nestpipe.files import check_writable, plain, write_json
 from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy
 from nestpipe.process import join_group
@@ -47,12 +50,19 @@ log = logging.getLogger("nestpipe")
 def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tuple[Trainer, Built]:
     join_group(config.train.timeout)
     built = build(config)
+    setting = config.setting
+    if dealt_by_index(config, built) is not None:  # then there is nothing left to deal
+        setting = dataclasses.replace(setting, balance="none")
+    if config.train.batch_tokens is not None and token_feature(built.features) is None:
+        raise ValueError(
+            "config: train.batch_tokens counts the keys of a sequence, and no feature is one; set train.batch_size instead"
+        )
     trainer = Trainer(
         built.model,
         built.tables,
         built.features,
         dense_optimizer=built.dense_optimizer,
-        **config.setting.options(),
+        **setting.options(),
         seed=config.train.seed,
         on_nonfinite=config.train.on_nonfinite,
         data_timeout=config.train.timeout,
@@ -64,6 +74,16 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
     # After the model was built: from here on every rank draws its own dropout.
     torch.manual_seed(config.train.seed * 65_537 + trainer.rank)
     return trainer, built
+
+
+def dealt_by_index(config: Config, built: Built) -> float | None:
+    """What the square of a token costs where the data itself deals samples to ranks, because each of them can read it by index;
+    None where it does not: samples stay, or travel (DEAL)."""
+    if config.setting.squares is None:
+        return None
+    by_index = epoch_of(built.data, "train", seed=config.train.seed, epoch=0)
+    known = by_index is not None and by_index.tokens == token_feature(built.features)
+    return config.setting.squares if known else None
 
 
 def train(
@@ -162,7 +182,8 @@ def _train(
         if every and trainer.steps % every == 0:
             trainer.checkpoint(checkpoints)
 
-    what = (built.data, config.train, trainer.rank, trainer.world, trainer.position)
+    tokens, squares = token_feature(built.features), dealt_by_index(config, built)
+    what = (built.data, config.train, trainer.rank, trainer.world, trainer.position, tokens, squares)
     steps = None if config.train.steps is None else max(0, config.train.steps - trainer.steps)
     with contextlib.ExitStack() as stack:
         batches: Iterator[Batch] = _epochs(*what)
@@ -207,7 +228,8 @@ def _train(
                 curves.metrics(split, metrics, trainer.steps)
             if record and not finished:
                 trainer.workers.wait_for(lambda: trainer.save_trace(folder), what="trace", limit=config.train.timeout)
-            result = {**_told(trainer, config, fitted, evaluating, begun), "metrics": metrics}
+            predict = functools.partial(_predicted, built.data, config.train, trainer.world, squares)
+            result = {**_told(trainer, config, fitted, evaluating, begun, predict), "metrics": metrics}
 
             def write() -> None:
                 if not (finished and (folder / "result.json").exists()):
@@ -225,7 +247,14 @@ def _train(
     return result
 
 
-def _told(trainer: Trainer, config: Config, fitted: FitResult, evaluating: float, begun: int) -> dict[str, Any]:
+def _told(
+    trainer: Trainer,
+    config: Config,
+    fitted: FitResult,
+    evaluating: float,
+    begun: int,
+    predict: Callable[[range], dict[str, float]],
+) -> dict[str, Any]:
     """What a run tells of its training: `steps` of all of it, the other figures of the `session_steps` since it was started or
     resumed. Evaluations count neither for `seconds` nor for samples per second."""
     seconds = fitted.seconds - evaluating
@@ -243,6 +272,10 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult, evaluating: float
         "seconds": seconds,
         "evaluation_seconds": evaluating,
         "samples_per_second": fitted.samples / seconds if seconds else 0.0,
+        "tokens": fitted.tokens,
+        "tokens_per_second": fitted.tokens / seconds if seconds else 0.0,
+        "mfu": fitted.mfu_over(seconds),
+        "work": None if fitted.work is None else dataclasses.asdict(fitted.work),
         "first_loss": fitted.first_loss,
         "last_loss": fitted.last_loss,
         "skipped_batches": fitted.skipped,
@@ -250,6 +283,9 @@ def _told(trainer: Trainer, config: Config, fitted: FitResult, evaluating: float
         "digest": trainer.digest(),
         "bytes_sent": trainer.bytes_sent(),
         "balance": None if fitted.balance is None else dataclasses.asdict(fitted.balance),
+        "waiting": None
+        if fitted.waiting is None
+        else dataclasses.asdict(fitted.waiting) | predict(range(begun, trainer.steps)),
         "replicas": config.setting.replicas,
         "tables": tables,
     }
@@ -486,14 +522,32 @@ def _asked_by_signal(trainer: Trainer) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int, passed: int) -> Iterator[Batch]:
-    """The batches of this worker, without the first `passed`, which it was trained on before."""
+def _epochs(
+    data: Dataset,
+    settings: TrainSection,
+    rank: int,
+    world: int,
+    passed: int,
+    tokens: str | None = None,
+    squares: float | None = None,
+) -> Iterator[Batch]:
+    """The batches of this worker, without the first `passed`, which it was trained on before.
+
+    tokens: the feature whose keys they are. squares: what the square of one costs, where the data deals samples to ranks.
+    """
     epochs = settings.epochs or (1 if settings.steps is None else None)
     for epoch in itertools.count() if epochs is None else range(epochs):
-        source = data.batches(
-            "train", batch_size=settings.batch_size, rank=rank, world=world, seed=settings.seed, epoch=epoch
+        batches = training_batches(
+            data,
+            batch_size=settings.batch_size,
+            batch_tokens=settings.batch_tokens,
+            tokens=tokens,
+            squares=squares,
+            rank=rank,
+            world=world,
+            seed=settings.seed,
+            epoch=epoch,
         )
-        batches = iter(source)  # a data set of one's own may give a list
         skipped = skip(batches, passed)
         passed -= skipped
         empty = skipped == 0
@@ -502,6 +556,34 @@ def _epochs(data: Dataset, settings: TrainSection, rank: int, world: int, passed
             yield batch
         if empty:
             return  # this rank's share is empty; it takes part without data
+
+
+def _predicted(
+    data: Dataset, settings: TrainSection, world: int, squares: float | None, steps: range
+) -> dict[str, float]:
+    """Of these steps, the newest thousand: the share that workers would have waited for the slowest if the data had not dealt
+    samples to them, and what is left of it; by what samples cost. Nothing where the data does not deal."""
+    if squares is None or world == 1 or not steps:
+        return {}
+    newest, begin, costs = steps[-1000:], 0, np.zeros(3)
+    for epoch in itertools.count():
+        samples = epoch_of(data, "train", seed=settings.seed, epoch=epoch)
+        assert samples is not None, "the data has dealt them"
+        batches = Cut(
+            samples,
+            batch_size=settings.batch_size,
+            batch_tokens=settings.batch_tokens,
+            world=world,
+            squares=squares,
+        )
+        for step in range(max(begin, newest.start), min(begin + batches.count, newest.stop)):
+            undealt_W, dealt_W = batches.costs(step - begin)
+            costs += undealt_W.max(), dealt_W.max(), dealt_W.mean()
+        begin += batches.count
+        if begin >= newest.stop:
+            break
+    undealt, dealt, mean = costs.tolist()
+    return {"undealt": 1 - mean / undealt, "dealt": 1 - mean / dealt} if undealt else {}
 
 
 def _replace_final(folder: Path) -> None:
@@ -547,24 +629,26 @@ class Curves:
             total=steps, initial=done, unit="step", mininterval=0.2, dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
         self._of = "" if steps is None else f"/{steps}"
-        self._samples, self._since = 0, time.perf_counter()
+        self._samples, self._tokens, self._since = 0, 0, time.perf_counter()
         self._said = self._since
 
     def step(self, result: StepResult) -> None:
         if self._bar is None:
             return
         self._samples += result.samples
+        self._tokens += result.tokens
         now = time.perf_counter()
         if now - self._since > 0.2:
             rate = self._samples / (now - self._since)
             state = f"loss {result.loss:.4f}, {rate:,.0f} samples/s"
+            state += f", {self._tokens / (now - self._since):,.0f} tokens/s" if self._tokens else ""
             self._bar.set_postfix_str(state, refresh=False)
             if self._bar.disable and now - self._said > SAY_EVERY:
                 print(f"step {result.step}{self._of}: {state}", file=sys.stderr, flush=True)
                 self._said = now
             self._scalar("train/loss", result.loss, result.step)
             self._scalar("train/samples_per_second", rate, result.step)
-            self._since, self._samples = now, 0
+            self._since, self._samples, self._tokens = now, 0, 0
         self._bar.update(1)
 
     def leave_out(self, seconds: float) -> None:

@@ -126,6 +126,9 @@ class Table:
     sync: how replicas are kept together. "exact": they exchange the gradients of the rows that a batch touches and all apply the
         same update: the result is that of one replica. "average": each applies the gradients of its own group, and every
         `sync_every` steps rows and optimizer state are averaged: fewer bytes, another result.
+    hot: the rows of so many keys, those used most in the first batch of all workers, are held by every worker of the run:
+        they do not travel, sums of their gradients do, and the result is the same. For tables of which every batch of
+        every worker uses the same few keys. Not with admission, eviction or averaged replicas.
     """
 
     name: str
@@ -143,6 +146,7 @@ class Table:
     replicas: int | str | None = None
     sync: str = "exact"
     sync_every: int = 1
+    hot: int = 0
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> ValueError:
@@ -187,6 +191,19 @@ class Table:
             raise refuse(f"sync_every={self.sync_every} is for sync='average'; exact replicas meet in every step")
         if self.replicas == "all" and self.owners is not None:
             raise refuse(f"owners={self.owners!r} has no meaning with replicas='all': every worker holds all of it")
+        if type(self.hot) is not int or self.hot < 0:
+            raise refuse(f"hot must be a number of keys, got {self.hot!r}")
+        if self.hot:
+            # Workers would count, and give up, a hot row and the others of its table apart from each other.
+            for clashes, what in (
+                (self.replicas == "all", "replicas='all': every worker holds all of it anyway"),
+                (self.sync == "average", "sync='average': hot rows are kept exactly together"),
+                (self.pooled_at == "owner", "pooled_at='owner': bags of hot and other rows are pooled at the source"),
+                (self.admit_after > 1, f"admit_after={self.admit_after}"),
+                (self.eviction is not None, "an eviction"),
+            ):
+                if clashes:
+                    raise refuse(f"hot={self.hot} does not go together with {what}; leave one of them out")
         if self.pooled_at not in POOLED_AT:
             raise refuse(f"pooled_at must be one of {POOLED_AT}, got {self.pooled_at!r}")
 
@@ -196,21 +213,40 @@ class Table:
         return num_bytes(DEFAULT_MEMORY if self.memory is None else self.memory)
 
 
+class HotRows(Table):
+    """The hot rows of the table of the same name, as a table that every worker holds: made by the program, not declared."""
+
+    @classmethod
+    def of(cls, table: Table) -> HotRows:
+        values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+        return cls(**{**values, "hot": 0, "replicas": "all", "owners": None, "tier": "memory", "memory": None})
+
+
 @dataclasses.dataclass(frozen=True)
 class Feature:
     """One list of keys per sample, looked up in a table. Several features may share a table.
 
     pooling: None gives the model a Jagged with one row per key; "sum" or "mean" a tensor [B, dim]. Weights of the keys
         scale rows before the sum; the mean is then divided by the sum of weights. A sample with no keys gets zeros.
+    streamed: gives the model a `Streamed` instead of a Jagged: rows stay where they were received and are read a part at a
+        time, so that they take no memory beside it, nor all of it on a device. For negatives, of which there are many.
     """
 
     name: str
     table: str
     pooling: str | None = None
+    streamed: bool = False
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
             raise ValueError(f"feature {self.name!r}: pooling must be None, 'sum' or 'mean', got {self.pooling!r}")
+        if not isinstance(self.streamed, bool):
+            raise ValueError(f"feature {self.name!r}: streamed must be True or False, got {self.streamed!r}")
+        if self.streamed and self.pooling is not None:
+            raise ValueError(
+                f"feature {self.name!r}: streamed is for rows that come one by one, pooling={self.pooling!r} gives one vector "
+                f"per sample; leave one of them out"
+            )
 
 
 def check_declarations(tables: Sequence[Table], features: Sequence[Feature]) -> None:

@@ -27,6 +27,7 @@ from nestpipe.engine.worker import CLOSED, Options, Worker
 from nestpipe.errors import did_you_mean
 from nestpipe.exchange.mesh import Mesh
 from nestpipe.exchange.plan import ExchangePlan
+from nestpipe.exchange.samples import token_feature
 from nestpipe.exchange.workers import Workers
 from nestpipe.schedule.ops import Schedule
 from nestpipe.schedule.setting import Setting
@@ -75,12 +76,14 @@ class Trainer:
     tables, features: what it reads. Without any it is plain data-parallel training, with `rows` an empty dict.
     dense_optimizer: makes a torch optimizer from the model's parameters.
     schedule: "serial"; "dbp" (lookups of the next batches hidden behind the compute of this one); "fwp" (rows and gradients
-        travel behind the compute of other micro-batches); "nested" (both): all four give the same result to the bit. Or
-        "stale" (for comparison: rows one update behind).
+        travel behind the compute of other micro-batches); "nested" (both): all four give the same result to the bit. Not
+        exact: "semi_async" (rows one update behind, so that none is waited for), "stale" (the same with rows and gradients on
+        the compute lane, for comparison).
     micro_batches: cuts each batch into this many parts, run one after the other, with one update for all; "auto": as many
         as turn out fastest in the first steps of `fit`. A model whose loss mixes samples (in-batch negatives) says
-        `mixes_samples = True` and is then refused here; `False`: it does not, or is meant to mix those of a micro-batch. If it
-        says nothing, it is tried on the first batch, and refused if it does.
+        `mixes_samples = True` and is then refused here; "micro-batch": it is meant to mix those of a micro-batch, which is
+        told; `False`: it does not, or nothing need be told. If it says nothing, it is
+        tried on the first batch, and refused if it does.
     window_cache: each row crosses the wire once per batch, however many micro-batches use it. False: once for each of them,
         for comparison.
     clustering: how samples are dealt to micro-batches: "window" (few rows to wait for at both ends of the batch), "shared"
@@ -91,6 +94,10 @@ class Trainer:
         only (2D sparse parallelism, docs/two_d.md); any number that divides the workers. Each table says how its replicas are
         kept together (Table's `sync`); exactly, unless it says otherwise.
     near: which workers are put together on a machine: "shards", those of a group; "replicas", those that hold the same rows.
+    balance: deals the samples of each batch over workers, so that all have as much to compute (docs/balance.md): "none";
+        "tokens": by their tokens, which are the keys of the first sequence feature declared; a number: by tokens and that much
+        for the square of each sample's, as attention costs; "auto": by the number that fits the first steps of `fit`. The
+        batch of all workers together stays the same, and so do the schedules' results.
     storage: folder for tables of tier "disk": working files, one per table and worker, gone when the trainer is closed.
     record: keeps every operation's start and end, for `save_trace`.
     check_freshness: debug mode: carries a version with every row and raises if a batch reads one that is not fresh. Slow.
@@ -114,6 +121,7 @@ class Trainer:
         look_ahead: int | None = None,
         replicas: int = 1,
         near: str = "shards",
+        balance: str | float = "none",
         seed: int = 0,
         on_nonfinite: str = "raise",
         data_timeout: float = 300.0,
@@ -122,7 +130,12 @@ class Trainer:
         check_freshness: bool = False,
     ) -> None:
         # What does not fit together is said before anything is opened.
-        setting = Setting(schedule, micro_batches, window_cache, clustering, look_ahead, replicas, near)
+        setting = Setting(schedule, micro_batches, window_cache, clustering, look_ahead, replicas, near, balance)
+        if setting.deals and token_feature(features) is None:
+            raise ValueError(
+                f"balance={balance!r} counts the keys of a sequence, and no feature is one: declare one with pooling=None, or "
+                f"set balance='none'"
+            )
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
         process.check_timeout("data_timeout", data_timeout)
@@ -332,7 +345,7 @@ class Trainer:
         is complete."""
         self._wait_for_checkpoints()  # one of them may be the same
         saved.check_new(Path(path), self._worker.rows)
-        self._worker.ops.settle_replicas(self.steps)
+        self._worker.ops.averaging.settle(self.steps)
         saved.save(Path(path), self._content(), self._worker.rows)
 
     def checkpoints(self, folder: str | Path, *, keep: int = 3, full_every: int = 1) -> saved.Background:
@@ -362,7 +375,7 @@ class Trainer:
     def checkpoint(self, into: saved.Background) -> None:
         """Begins FOLDER/step-N; training may go on at once. Every worker calls it, between steps or in a pause of `fit`."""
         self._wait_for_checkpoints()  # a table keeps its rows as they were for one at a time
-        self._worker.ops.settle_replicas(self.steps)
+        self._worker.ops.averaging.settle(self.steps)
         into.begin(self._content(into.next_base()))
 
     def _wait_for_checkpoints(self) -> None:
@@ -396,12 +409,15 @@ class Trainer:
     def table_stats(self) -> dict[str, StoreStats]:
         """Rows and bytes of every table, summed over workers; rows that have replicas count once, their bytes as often as they
         are held."""
+        plan = self._worker.ops.plan
         stats = [
-            store.stats().of_copy() if self._worker.ops.plan.is_copy(k, self.rank) else store.stats()
+            store.stats().of_copy() if plan.is_copy(k, self.rank) else store.stats()
             for k, store in enumerate(self.stores)
         ]
         sums = self._worker.rows.sum(np.array(stats, np.int64))
-        return {store.table.name: StoreStats(*row) for store, row in zip(self.stores, sums.tolist(), strict=True)}
+        for k, twin in plan.twins.items():
+            sums[k] += sums[twin]
+        return {self.stores[k].table.name: StoreStats(*sums[k].tolist()) for k in plan.declared}
 
     @property
     def sent(self) -> Sent:

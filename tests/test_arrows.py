@@ -14,8 +14,8 @@ HOUSE = Path(nestpipe.__file__).parent
 # From the ground up. "nestpipe" is the front door, __init__.py. A new room gets a place here: as low as it can be.
 FLOORS = (
     {"arena", "batch", "errors", "files", "importing", "kernels", "optim", "sections", "sizes", "tensorfile"},
-    {"fields", "metrics", "models", "process"},
-    {"schedule", "tables"},
+    {"fields", "metrics", "ops", "process"},
+    {"models", "schedule", "tables"},
     {"data", "exchange", "store", "trace"},
     {"engine"},
     {"checkpoint"},
@@ -28,7 +28,12 @@ FLOORS = (
 )
 # What else keeps rooms apart: the simulator and the report know schedules and traces, not what runs them.
 RUNS = {"engine", "store", "checkpoint", "trainer", "run"}
-NEVER = {"models": {*FLOORS[0]} - {"batch"}, "simulate": RUNS, "report": RUNS}
+NEVER = {
+    "ops": {*FLOORS[0]} - {"batch", "kernels"},
+    "models": {*FLOORS[0], *FLOORS[1]} - {"batch", "ops"},
+    "simulate": RUNS,
+    "report": RUNS,
+}
 
 
 class Arrow(NamedTuple):

@@ -93,6 +93,59 @@ def test_sample_ids_name_the_list_of_every_value(lists: list[list[int]]) -> None
     assert Jagged.from_lists(lists).sample_ids().tolist() == expected
 
 
+@given(lists_of_keys)
+@few
+def test_places_count_from_the_start_of_every_list(lists: list[list[int]]) -> None:
+    assert Jagged.from_lists(lists).places().tolist() == [place for entries in lists for place in range(len(entries))]
+
+
+def test_like_keeps_the_lists_and_refuses_another_number_of_values() -> None:
+    jagged = Jagged.from_lists([[1, 2], [], [3]])
+    assert jagged.like(torch.tensor([4, 5, 6])).to_lists() == [[4, 5], [], [6]]
+    with pytest.raises(ValueError, match="got 2 values for lists of 3"):
+        jagged.like(torch.tensor([4, 5]))
+
+
+def test_spread_gives_every_value_the_entry_of_its_sample_and_sums_up_gradients() -> None:
+    jagged = Jagged.from_lists([[1, 2], [], [3]])
+    per_sample = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+    spread = jagged.spread(per_sample)
+    assert spread.tolist() == [[1], [1], [3]]
+    spread.sum().backward()
+    assert per_sample.grad is not None
+    assert per_sample.grad.tolist() == [[2], [0], [1]]
+    with pytest.raises(ValueError, match="got 2 entries for 3 lists"):
+        jagged.spread(torch.zeros(2))
+
+
+@given(lists_of_keys, st.data())
+@few
+def test_split_cuts_every_list_and_concat_puts_it_together_again(lists: list[list[int]], data) -> None:
+    jagged = with_weights(lists)
+    heads = data.draw(st.lists(st.integers(0, 5), min_size=len(lists), max_size=len(lists)))
+    head, tail = jagged.split(torch.tensor(heads, dtype=torch.int64))
+    assert head.to_lists() == [entries[:n] for entries, n in zip(lists, heads, strict=True)]
+    assert tail.to_lists() == [entries[n:] for entries, n in zip(lists, heads, strict=True)]
+    whole = head.concat(tail)
+    assert whole.to_lists() == lists
+    assert whole.weights is not None and jagged.weights is not None
+    assert whole.weights.tolist() == jagged.weights.tolist()
+
+
+def test_concat_sends_gradients_to_both_and_refuses_other_samples_and_half_the_weights() -> None:
+    rows = [Jagged(torch.randn(3, 2, requires_grad=True), torch.tensor([0, a, 3])) for a in (1, 3)]
+    whole = rows[0].concat(rows[1])
+    assert whole.lengths.tolist() == [4, 2]
+    (whole.values * torch.arange(6.0)[:, None]).sum().backward()
+    assert rows[0].values.grad is not None and rows[1].values.grad is not None
+    assert rows[0].values.grad[:, 0].tolist() == [0, 4, 5]
+    assert rows[1].values.grad[:, 0].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="2 lists and 1"):
+        rows[0].concat(Jagged.from_lists([[1]]))
+    with pytest.raises(ValueError, match="has weights"):
+        with_weights([[1]]).concat(Jagged.from_lists([[1]]))
+
+
 @given(lists_of_keys, st.one_of(st.none(), st.integers(0, 5)))
 @few
 def test_to_padded_fills_up_short_lists_and_cuts_long_ones(lists: list[list[int]], length: int | None) -> None:

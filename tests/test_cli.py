@@ -92,6 +92,7 @@ def test_train_writes_a_result_and_the_same_digest_twice(
     assert {"steps", "samples_per_second", "first_loss", "last_loss", "metrics", "digest"} <= first.keys()
     assert (first["steps"], first["samples"], first["workers"], first["skipped_batches"]) == (12, 12 * 32, 1, 0)
     assert first["samples_per_second"] > 0 and first["first_loss"] != first["last_loss"]
+    assert 0 < first["mfu"] < 1 and first["work"]["why_not"] is None and first["work"]["memory"] > 1e6
     assert first["metrics"].keys() == {"loss", "AUC", "NE"}
     assert first["tables"]["f0"]["rows"] > 0
     assert results[1]["digest"] == first["digest"] and results[1]["metrics"] == first["metrics"]

@@ -29,6 +29,22 @@ from tests.test_cli import read
 from tests.test_cli import run as command
 from tests.waiting import PATIENCE
 
+# -- an example --------------------------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.parametrize(("example", "size"), [("hstu_long", "batch_size=4"), ("fuxi_long", "batch_tokens=600")])
+def test_the_examples_of_long_histories_train(tmp_path: Path, example: str, size: str) -> None:
+    """As it is but for its size; lengths up to 2,048 in a few users."""
+    smaller = ("data.num_users=12", "data.num_items=200", "data.num_evaluated=2", "data.num_negatives=4", "data.mean_length=200",
+               "model.num_layers=1", "tables.item.dim=8", f"train.{size}", "train.steps=3", "data.seed=2")  # fmt: skip
+    sets = [word for entry in smaller for word in ("--set", entry)]
+    assert command("train", EXAMPLES / f"{example}.toml", *sets, "--out", tmp_path / "run") == 0
+    result = read(tmp_path / "run" / "result.json")
+    assert result["steps"] == 3 and result["metrics"]["targets"] == 2
+
+
 # -- what comes after the training -------------------------------------------------------------------------------------
 
 

@@ -165,3 +165,11 @@ def test_a_table_in_memory_has_no_budget_and_an_unknown_tier_is_refused() -> Non
         Table("item", 4, memory="2GB")
     with pytest.raises(ValueError, match="table 'item': tier must be 'memory' or 'disk', got 'tape'"):
         Table("item", 4, tier="tape")
+
+
+def test_a_streamed_feature_is_a_sequence() -> None:
+    assert Feature("negatives", "item", streamed=True).pooling is None
+    with pytest.raises(ValueError, match="feature 'bag': streamed is for rows that come one by one"):
+        Feature("bag", "item", "sum", streamed=True)
+    with pytest.raises(ValueError, match="feature 'bag': streamed must be True or False"):
+        Feature("bag", "item", streamed=1)  # type: ignore[arg-type]

@@ -32,12 +32,12 @@ class EmulatedModel(nn.Module):
     def __init__(self, *, dim: int, feature: str = "history") -> None:
         super().__init__()
         self.feature = feature
-        self.tokens = 0  # of the last forward
+        self.tokens = self.squares = 0  # of the last forward: tokens, and the sum over samples of their square
         self.weight = nn.Parameter(torch.full((dim,), 0.01))
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
         values, offsets = rows[self.feature].values, rows[self.feature].offsets
-        self.tokens = len(values)
+        self.tokens, self.squares = len(values), int(offsets.diff().square().sum())
         score = values @ self.weight
         return Output(score.new_zeros(batch.size).index_add(0, samples_of(offsets), 0.5 * score * score))
 
@@ -47,19 +47,21 @@ def pad(
     seconds: Mapping[str, float] | None = None,
     *,
     seconds_per_token: float = 0.0,
+    seconds_per_square: float = 0.0,
     seconds_per_byte: float = 0.0,
     between_replicas: float = 0.0,
 ) -> None:
     """Makes operations of a trainer last.
 
     seconds: of the operations named, at least.
-    seconds_per_token: of FWD and BWD together, at least, for each token of the micro-batch; the model is an EmulatedModel.
+    seconds_per_token, seconds_per_square: of FWD and BWD together, at least, for each token of the micro-batch, and for the
+        square of each sample's tokens; the model is an EmulatedModel.
     seconds_per_byte: of EMB and GRAD, for each byte that this worker sends in them, on top of the exchange itself: the
         time of an emulated link starts when the last worker has come to it.
     between_replicas: the same of MERGE and AVERAGE.
     """
     model = trainer.model
-    tokens: dict[int, int] = {}  # of micro-batches between FWD and BWD
+    lasts: dict[int, float] = {}  # of micro-batches between FWD and BWD
 
     def around(task: Task, work: Callable[[], None]) -> None:
         name, _, part = task.op
@@ -71,10 +73,10 @@ def pad(
             time.sleep((trainer.sent.rows - sent) * between_replicas)
         elif name == FWD and seconds_per_token:
             assert isinstance(model, EmulatedModel)
-            tokens[part] = model.tokens
-            sleep_until(begin + FORWARD * seconds_per_token * tokens[part])
+            lasts[part] = seconds_per_token * model.tokens + seconds_per_square * model.squares
+            sleep_until(begin + FORWARD * lasts[part])
         elif name == BWD and seconds_per_token:
-            sleep_until(begin + (1 - FORWARD) * seconds_per_token * tokens.pop(part))
+            sleep_until(begin + (1 - FORWARD) * lasts.pop(part))
         elif seconds is not None and name in seconds:
             sleep_until(begin + seconds[name])
 

@@ -173,6 +173,10 @@ def _launched_links(per_node: int) -> _Levels:
 
 def _operations(values: dict[str, Any]) -> dict[str, Any]:
     config = parse(values)
+    if config.train.batch_size is None:
+        raise ValueError(
+            "config: a profile is measured on batches by samples: give train.batch_size, not train.batch_tokens"
+        )
     points, samples = [], []
     works: dict[str, Work] = {}
     with tempfile.TemporaryDirectory() as folder:

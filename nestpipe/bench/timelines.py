@@ -37,7 +37,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _settings() -> list[Setting]:
-    cut = [Setting(name, MICRO_BATCHES, clustering="window") for name in ("fwp", "nested")]
+    cut = [Setting(name, MICRO_BATCHES, clustering="window") for name in ("fwp", "nested", "semi_async")]
     return [Setting("serial"), Setting("dbp"), *cut]
 
 

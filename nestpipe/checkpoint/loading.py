@@ -29,9 +29,11 @@ from nestpipe.checkpoint.manifest import (
 from nestpipe.checkpoint.saving import declared
 from nestpipe.checkpoint.settings import Settings
 from nestpipe.engine.dense import Dense, remember
+from nestpipe.exchange.hot import HotKeys
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import owners_of, shards
 from nestpipe.store.table_store import TableStore
+from nestpipe.tables import HotRows
 from nestpipe.tensorfile import TensorReader
 
 BLOCK_BYTES = 8 << 20
@@ -56,10 +58,12 @@ def load(
     transport: Transport,
     *,
     tables: Sequence[str] | None = None,
-    place: Callable[[str, Sequence[int] | None], None] = lambda table, owners: None,
+    place: Callable[[str, Sequence[int] | None, Sequence[int] | None], None] = lambda table, owners, hot: None,
+    hot: Callable[[str], HotKeys | None] = lambda table: None,
 ) -> Loaded:
     """tables: only these, the others stay as they are, and so does the rest of the checkpoint's tables.
-    place: is told who held each table, before its rows come; see `_owners`."""
+    place: is told who held each table (see `_owners`), and its hot keys, before its rows come.
+    hot: the hot keys of a table, from then on."""
     chain = _alike(transport, lambda: manifests.chain(path))
     wanted = _alike(transport, lambda: _wanted(chain[0], stores, tables))
     _alike(transport, lambda: _check(chain, transport))
@@ -67,10 +71,46 @@ def load(
     positions, rng = _alike(transport, lambda: _read_states(chain[0], transport))
     put_dense = _alike(transport, lambda: _read_dense(chain[0].path, dense))
     for store in wanted:
-        place(store.table.name, _owners(chain[0], store, transport))
-    transport.together(lambda: _read_all(chain, wanted, transport), what="checkpoint")
+        place(store.table.name, _owners(chain[0], store, transport), chain[0].settings.hot.get(store.table.name, ()))
+    held = [Held(store, hot(store.table.name), transport) for store in wanted]
+    transport.together(lambda: _read_all(chain, held), what="checkpoint")
     _put_or_undo(put_dense, dense, transport)
     return Loaded(chain[0].step, chain[0].settings, positions, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A store of this worker, and which keys belong into it. hot: those of its table that every worker holds."""
+
+    store: TableStore
+    hot: HotKeys | None
+    transport: Transport
+
+    @property
+    def is_twin(self) -> bool:
+        return isinstance(self.store.table, HotRows)
+
+    def here(self, keys: np.ndarray, *, are_shards: bool) -> np.ndarray:
+        """Which of them."""
+        mine = owners_of(keys if are_shards else shards(keys), self.store.owners) == self.transport.rank
+        if self.hot is None:
+            return mine
+        if are_shards:  # tables with rows that rare keys share have no hot ones
+            return mine & (not self.is_twin)
+        return mine & (self.hot.contains(keys) == self.is_twin)
+
+    def writers(self, manifest: Manifest) -> list[int]:
+        """Workers whose files may hold rows of this one: all of them, unless it has the same part now as then."""
+        settings, name = manifest.settings, self.store.table.name
+        hot_here, hot_there = [] if self.hot is None else self.hot.keys.tolist(), settings.hot.get(name) or []
+        same = (
+            manifest.world == self.transport.world
+            and settings.owners.get(name) == self.store.owners.tolist()
+            and settings.replicas.get(name, 1) == 1
+            and hot_here == list(hot_there)
+            and not self.is_twin
+        )
+        return [self.transport.rank] if same else list(range(manifest.world))
 
 
 def _alike(transport: Transport, work: Callable[[], T]) -> T:
@@ -122,7 +162,8 @@ def _refuse(problem: str | None) -> None:
 
 
 def _wanted(manifest: Manifest, stores: Sequence[TableStore], tables: Sequence[str] | None) -> list[TableStore]:
-    path, here = manifest.path, {store.table.name: store for store in stores}
+    path = manifest.path
+    here = {store.table.name: store for store in stores if not isinstance(store.table, HotRows)}
     saved = {table["name"]: table for table in manifest.tables}
     for name in tables or ():
         if name not in here:
@@ -143,7 +184,7 @@ def _wanted(manifest: Manifest, stores: Sequence[TableStore], tables: Sequence[s
             f"{path} has a table {extra[0]!r} that this trainer does not have; to leave it out, load only the tables that you "
             f"have: tables={names!r}"
         )
-    return [here[name] for name in names]
+    return [store for store in stores if store.table.name in names]
 
 
 def _read_states(manifest: Manifest, transport: Transport) -> tuple[list[int], bytes | None]:
@@ -160,14 +201,15 @@ def _read_states(manifest: Manifest, transport: Transport) -> tuple[list[int], b
     return [int(state["position"]) for state in states], rng
 
 
-def _read_all(chain: Sequence[Manifest], stores: Sequence[TableStore], transport: Transport) -> None:
+def _read_all(chain: Sequence[Manifest], stores: Sequence[Held]) -> None:
     newest = chain[0]
     saved = {table["name"]: table for table in newest.tables}
-    for store in stores:
-        for worker in _writers(newest, store, transport):
-            _load_table(newest.path / table_file(store.table.name, worker, newest.world), store, transport)
+    for held in stores:
+        store = held.store
+        for worker in held.writers(newest):
+            _load_table(newest.path / table_file(store.table.name, worker, newest.world), held)
         if len(chain) > 1:
-            _load_unchanged(chain, store, transport)
+            _load_unchanged(chain, held)
         # The last step is the last one that was trained on.
         store.resume(updates=saved[store.table.name]["updates"], step=max(0, newest.step - 1))
 
@@ -178,57 +220,45 @@ def _owners(manifest: Manifest, store: TableStore, transport: Transport) -> Sequ
     return owners if owners is None or manifest.world == transport.world else list(range(transport.world))
 
 
-def _writers(manifest: Manifest, store: TableStore, transport: Transport) -> list[int]:
-    """Workers whose files may hold rows of this one: all of them, unless it has the same part now as then."""
-    owners, replicas = (
-        manifest.settings.owners.get(store.table.name),
-        manifest.settings.replicas.get(store.table.name, 1),
-    )
-    same = manifest.world == transport.world and owners == store.owners.tolist() and replicas == 1
-    return [transport.rank] if same else list(range(manifest.world))
-
-
-def _own(
-    file: TensorReader, keys: str, values: str, store: TableStore, transport: Transport
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _own(file: TensorReader, keys: str, values: str, held: Held) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """What belongs to this worker, in blocks."""
     row_bytes = 8 + int(np.prod(file.shape(values)[1:])) * 4
     size = max(1, BLOCK_BYTES // row_bytes)
     for start in range(0, file.shape(keys)[0], size):
         some = file.read(keys, start, start + size)
-        shard = some if keys == "shared" else shards(some)
-        mine = owners_of(shard, store.owners) == transport.rank
+        mine = held.here(some, are_shards=keys == "shared")
         if mine.any():
             yield some[mine], file.read(values, start, start + size)[mine]
 
 
-def _load_table(path: Path, store: TableStore, transport: Transport) -> None:
+def _load_table(path: Path, held: Held) -> None:
     """Puts the rows of a file whose keys belong to this worker into its store."""
+    store = held.store
     with TensorReader(path) as file:
         keys = "changed" if file.has("changed") else "keys"
-        for some, records in _own(file, keys, "records", store, transport):
+        for some, records in _own(file, keys, "records", held):
             store.put(some, records)
-        for some, records in _own(file, "shared", "shared_records", store, transport):
+        for some, records in _own(file, "shared", "shared_records", held):
             store.put(some, records, shared=True)
-        for some, counts in _own(file, "seen", "sightings", store, transport):
+        for some, counts in _own(file, "seen", "sightings", held):
             store.put_sightings(some, counts)
 
 
-def _load_unchanged(chain: Sequence[Manifest], store: TableStore, transport: Transport) -> None:
+def _load_unchanged(chain: Sequence[Manifest], held: Held) -> None:
     """Rows of the full checkpoint that still have a key and have not changed since."""
-    newest, base = chain
+    store, (newest, base) = held.store, chain
     kept: list[np.ndarray] = []
-    for worker in _writers(newest, store, transport):
+    for worker in held.writers(newest):
         with TensorReader(newest.path / table_file(store.table.name, worker, newest.world)) as file:
-            kept += [some for some, _ in _own(file, "keys", "keys", store, transport)]
+            kept += [some for some, _ in _own(file, "keys", "keys", held)]
     keys = np.concatenate([np.empty(0, np.int64), *kept])
     positions = np.empty(len(keys), np.int64)
     store.directory.index.find(keys, positions)  # rows of their own; rare keys may share one besides
     missing = np.sort(keys[positions < 0])
-    for worker in _writers(base, store, transport):
+    for worker in held.writers(base):
         path = base.path / table_file(store.table.name, worker, base.world)
         with TensorReader(path) as file:
-            for some, records in _own(file, "keys", "records", store, transport):
+            for some, records in _own(file, "keys", "records", held):
                 at = np.searchsorted(missing, some)
                 wanted = (
                     (at < len(missing)) & (missing[np.minimum(at, len(missing) - 1)] == some)

@@ -25,6 +25,7 @@ from nestpipe.checkpoint.settings import Settings
 from nestpipe.tensorfile import TensorReader
 
 FORMAT = 3
+SHARED_OUT = 4  # the same, but that a worker's rows may be in files of others: an earlier version would not miss them
 BEFORE = 2  # the same, but that an incremental one named its base without saying which bytes that was
 MANIFEST, SUM = "manifest.json", "manifest.sum"
 DENSE, OPTIMIZER, OPTIMIZER_SETTINGS = "dense.safetensors", "dense-optimizer.safetensors", "dense-optimizer.json"
@@ -102,7 +103,7 @@ def write(manifest: Manifest) -> int:
     CRC-32 of the manifest."""
     base = manifest.base
     values = {
-        "format": FORMAT,
+        "format": SHARED_OUT if manifest.settings.shared_out else FORMAT,
         "step": manifest.step,
         "world": manifest.world,
         "base": None if base is None else {"name": base.name, "crc32": f"{base.crc:08x}"},
@@ -136,9 +137,10 @@ def read(path: Path) -> Manifest:
         kind = values["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST} is damaged ({error}); {again}") from None
-    if kind not in (FORMAT, BEFORE) or type(kind) is not int:
+    if kind not in (SHARED_OUT, FORMAT, BEFORE) or type(kind) is not int:
         raise Damaged(
-            f"{path} has format {kind!r:.40}, this version of nestpipe reads {BEFORE} and {FORMAT}: use the version that wrote it"
+            f"{path} has format {kind!r:.40}, this version of nestpipe reads {BEFORE} to {SHARED_OUT}: use the "
+            f"version that wrote it"
         )
     try:
         told = (path / SUM).read_bytes()
@@ -186,7 +188,7 @@ def _whole(value: Any, least: int) -> int:
 def _base(value: Any, path: Path, kind: int) -> Base | None:
     if value is None:
         return None
-    name = value["name"] if kind == FORMAT else value
+    name = value if kind == BEFORE else value["name"]
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise Damaged(f"{path / MANIFEST} names {name!r:.60} as its base, which is no name of a checkpoint")
     if kind == BEFORE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,18 @@ from nestpipe.engine.worker import Worker
 
 def content_of(worker: Worker, *, config: Mapping[str, Any] | None, run: str | None, base: Base | None) -> Content:
     training, plan = worker.training, worker.ops.plan
-    names = [store.table.name for store in worker.stores]
+    names = [plan.tables[k].name for k in plan.declared]
     measured = training.setting.is_auto and training.tuning is None
     settings = Settings(
         lr_factor=worker.lr_factor,
-        pooled_at_owner=dict(zip(names, plan.at_owner, strict=True)),
+        pooled_at_owner={name: plan.at_owner[k] for k, name in enumerate(names)},
         owners={name: _owners(worker, k) for k, name in enumerate(names)},
         replicas={name: len(plan.peers[k]) for k, name in enumerate(names) if len(plan.peers[k]) > 1},
+        hot={names[k]: None if (hot := plan.hot[k]) is None else hot.keys.tolist() for k in plan.twins},
         micro_batches=training.engine.schedule.micro_batches if measured else None,
         config=config,
         run=run,
+        balance=worker.ops.squares if training.setting.balance == "auto" else None,
     )
     return Content(worker.stores, worker.dense, training.steps, training.position, settings, base)
 
@@ -55,7 +58,10 @@ def load_into(worker: Worker, path: Path, tables: Sequence[str] | None) -> Setti
             worker.dense,
             worker.rows,
             tables=tables,
-            place=lambda table, owners: place_as_saved(ops, table, owners),
+            hot=lambda table: next(
+                (hot for k, hot in enumerate(ops.plan.hot) if ops.plan.tables[k].name == table), None
+            ),
+            place=functools.partial(place_as_saved, ops),
         )
     settings = loaded.settings
     # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
@@ -71,6 +77,8 @@ def load_into(worker: Worker, path: Path, tables: Sequence[str] | None) -> Setti
         training.cut_into(settings.micro_batches)
         if worker.rank == 0:
             process.tell(f"micro-batches: {settings.micro_batches} [auto; as measured before the checkpoint]")
+    if training.measures_balance and settings.balance is not None:
+        training.balance_by(settings.balance, "as measured before the checkpoint")
     for k in ops.plan.undecided:
         name = ops.plan.tables[k].name
         # What is best with one owner is no guide for several, nor is what is best with replicas without.

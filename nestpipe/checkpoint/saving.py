@@ -64,6 +64,14 @@ class Content:
     settings: Settings
     base: Base | None = None
 
+    @property
+    def of_tables(self) -> list[list[TableStore]]:
+        """Of each table its store, and that of its hot rows if it has one."""
+        by_name: dict[str, list[TableStore]] = {}
+        for store in self.stores:
+            by_name.setdefault(store.table.name, []).append(store)
+        return list(by_name.values())
+
 
 def check_new(path: Path, transport: Transport) -> None:
     """Raises ValueError if there is something already. All workers call it, before `save`."""
@@ -106,8 +114,8 @@ def parts_of(content: Content, rank: int, world: int) -> list[Part]:
     """The files that a worker has to write. What torch holds is copied here and now."""
     since = None if content.base is None else content.base.step
     parts: list[Part] = [
-        (table_file(store.table.name, rank, world), bound(_save_table, store=store, since=since))
-        for store in content.stores
+        (table_file(stores[0].table.name, rank, world), bound(_save_table, stores=stores, since=since))
+        for stores in content.of_tables
     ]
     state = {
         "position": content.position,
@@ -123,39 +131,47 @@ def parts_of(content: Content, rank: int, world: int) -> list[Part]:
     return parts
 
 
-def _save_table(path: Path, *, store: TableStore, since: int | None) -> None:
+def _save_table(path: Path, *, stores: Sequence[TableStore], since: int | None) -> None:
     """All keys with their records; or all keys, and the records of those that changed since a step."""
-    store.directory.sweep()  # what is past its ttl is not saved; the numbers below hold from here on
-    own, shared, seen = store.num_saved()
-    rows = own if since is None else store.num_changed(since)
+    for store in stores:
+        store.directory.sweep()  # what is past its ttl is not saved; the numbers below hold from here on
+    own, shared, seen = map(sum, zip(*(store.num_saved() for store in stores), strict=True))
+    rows = own if since is None else sum(store.num_changed(since) for store in stores)
+    words = stores[0].saved_words
     layout: dict[str, tuple[type, tuple[int, ...]]] = {
         "keys": (np.int64, (own,)),
-        "records": (np.float32, (rows, store.saved_words)),
+        "records": (np.float32, (rows, words)),
         "shared": (np.int64, (shared,)),
-        "shared_records": (np.float32, (shared, store.saved_words)),
+        "shared_records": (np.float32, (shared, words)),
         "seen": (np.int64, (seen,)),
         "sightings": (np.int64, (seen,)),
     }
     if since is not None:
         layout["changed"] = (np.int64, (rows,))
     with TensorWriter(path, layout) as file:
-        if since is not None:
-            for keys in store.saved_keys():
-                file.append("keys", keys)
-            for keys, records in store.changed_blocks(since):
-                file.append("changed", keys)
-                file.append("records", records)
-        else:
-            for keys, records in store.saved_blocks():
-                file.append("keys", keys)
-                file.append("records", records)
-        for ids, records in store.saved_blocks(shared=True):
-            file.append("shared", ids)
-            file.append("shared_records", records)
-        for keys, counts in store.saved_sightings():
-            file.append("seen", keys)
-            file.append("sightings", counts)
-    store.close_frozen()  # if it is: gives back room on the disk before the next table is written
+        for store in stores:
+            _append(file, store, since)
+    for store in stores:
+        store.close_frozen()  # if it is: gives back room on the disk before the next table is written
+
+
+def _append(file: TensorWriter, store: TableStore, since: int | None) -> None:
+    if since is not None:
+        for keys in store.saved_keys():
+            file.append("keys", keys)
+        for keys, records in store.changed_blocks(since):
+            file.append("changed", keys)
+            file.append("records", records)
+    else:
+        for keys, records in store.saved_blocks():
+            file.append("keys", keys)
+            file.append("records", records)
+    for ids, records in store.saved_blocks(shared=True):
+        file.append("shared", ids)
+        file.append("shared_records", records)
+    for keys, counts in store.saved_sightings():
+        file.append("seen", keys)
+        file.append("sightings", counts)
 
 
 def _writer(content: bytes) -> Callable[[Path], None]:
@@ -260,7 +276,7 @@ def finish(partial: Path, path: Path, content: Content, world: int) -> int:
         files |= {name: (size, crc) for name, (size, crc) in values.items()}
     for rank in range(world):
         done_file(partial, rank).unlink()
-    tables = [declared(store) for store in content.stores]
+    tables = [declared(stores[0]) for stores in content.of_tables]
     crc = manifests.write(Manifest(partial, content.step, world, tables, content.settings, files, content.base))
     partial.rename(path)
     sync_folder(path.parent)

@@ -13,10 +13,11 @@ class Settings:
 
     lr_factor: what `scale_lr` was told last.
     pooled_at_owner: {table: whether its bags are pooled where its rows live}; None: not decided yet.
-    micro_batches: as measured; None where nothing was.
+    micro_batches, balance: as measured; None where nothing was.
     config: of the run, by section; None for one that has none.
     run: which one it is; None where nobody has said.
     owners: {table: the workers that hold it}; None: not decided yet.
+    hot: {table: the keys of its hot rows}, of tables that are to have any; None: not chosen yet.
     replicas: {table: how many times it was held, if more than once}: of workers that held the same each has saved a part.
     """
 
@@ -27,6 +28,8 @@ class Settings:
     config: Mapping[str, Mapping[str, Any]] | None = None
     run: str | None = None
     replicas: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    hot: Mapping[str, Sequence[int] | None] = dataclasses.field(default_factory=dict)
+    balance: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -48,4 +51,19 @@ class Settings:
         replicas = values.get("replicas", {})
         if type(replicas) is not dict or not all(type(count) is int for count in replicas.values()):
             raise ValueError(f"the replicas are {replicas!r:.80}")
-        return cls(lr_factor, pooled_at_owner, owners, measured, config, run, replicas)
+        hot = values.get("hot", {})
+        if type(hot) is not dict or not all(_are_keys(keys) for keys in hot.values()):
+            raise ValueError(f"the hot rows are {hot!r:.80}")
+        balance = values.get("balance")
+        if type(balance) not in (int, float, type(None)):
+            raise ValueError(f"the balance is {balance!r:.40}")
+        return cls(lr_factor, pooled_at_owner, owners, measured, config, run, replicas, hot, balance)
+
+    @property
+    def shared_out(self) -> bool:
+        """Whether rows of one worker may be in the files of others, which programs from before that do not look into."""
+        return bool(self.replicas or any(self.hot.values()))
+
+
+def _are_keys(keys: Any) -> bool:
+    return keys is None or (type(keys) is list and all(type(key) is int and -(2**63) <= key < 2**63 for key in keys))

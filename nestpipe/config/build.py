@@ -40,13 +40,23 @@ def build(config: Config) -> Built:
 
 
 def _model(config: Config, data: Dataset, tables: list[Table], features: list[Feature]) -> nn.Module:
-    """The model; `dim`, `features` and `num_dense` follow from tables and data unless given."""
+    """The model; `dim`, `features`, `negatives_per` and `num_dense` follow from tables and data unless given."""
     kind = model_class(config.model)
     given = arguments(config.model)
     accepted = inspect.signature(kind).parameters
     dims = {table.dim for table in tables}
     if "dim" in accepted and "dim" not in given and len(dims) == 1:
         given["dim"] = dims.pop()
+    drawn_per = getattr(data, "negatives_per", None)
+    if (
+        "negatives_per" in accepted
+        and drawn_per is not None
+        and given.setdefault("negatives_per", drawn_per) != drawn_per
+    ):
+        raise ValueError(
+            f"config: model.negatives_per is {given['negatives_per']!r}, data.negatives_per {drawn_per!r}; leave that of the "
+            f"model out, it follows from the data"
+        )
     if "features" in accepted and "features" not in given:
         given["features"] = [feature.name for feature in features]
     if "num_dense" in accepted and "num_dense" not in given:

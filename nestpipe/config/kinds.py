@@ -14,7 +14,7 @@ from nestpipe.data import DATASETS, SPLITS
 from nestpipe.errors import did_you_mean
 from nestpipe.fields import check, hints
 
-MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "hstu": models.HSTU}
+MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "fuxi": models.FuXi, "hstu": models.HSTU}
 BATCHES = "batches(self, split, *, batch_size, rank, world, seed, epoch=0)"
 
 

@@ -24,19 +24,22 @@ DENSE_OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
+SAMPLES = 256  # of a batch, unless it is said how many
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Positive = Annotated[int, AtLeast(1)]
 NotNegative = Annotated[int, AtLeast(0)]
 Rate = Annotated[float, AtLeast(0), AtMost(1e30)]
-Pooling = Literal["sequence", "sum", "mean"]
+Pooling = Literal["sequence", "streamed", "sum", "mean"]
 
 
 @dataclasses.dataclass(kw_only=True)
 class TrainSection:
     """[train]
 
-    batch_size: samples per worker and step.
+    batch_size: samples per worker and step; 256 unless batch_tokens is given.
+    batch_tokens: instead, tokens (keys of the first sequence feature) per worker and step: a batch takes samples until the next
+        would make them more; one sample of more is a batch alone.
     steps, epochs: stop after the first of the two that is given; one epoch if neither is.
     seed: of the model, the rows and the order of data.
     dense_optimizer, dense_lr, dense_weight_decay: of the model's own parameters.
@@ -56,8 +59,9 @@ class TrainSection:
     timeout: seconds a worker waits for another, or for data, before it gives up.
     """
 
-    batch_size: Positive = 256
+    batch_size: Positive | None = None
     steps: Positive | None = None
+    batch_tokens: Positive | None = None
     epochs: Positive | None = None
     seed: Annotated[int, AtLeast(0), AtMost(2**32)] = 0
     dense_optimizer: Annotated[str, OneOf(DENSE_OPTIMIZERS)] = "adam"
@@ -80,6 +84,13 @@ class TrainSection:
     timeout: Annotated[float, AtLeast(1), AtMost(MOST_SECONDS)] = 300.0
 
     def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise ValueError(
+                f"config: train.batch_size = {self.batch_size} and train.batch_tokens = {self.batch_tokens}: a batch is cut by "
+                f"samples or by tokens; leave one of them out"
+            )
+        if self.batch_tokens is None:
+            self.batch_size = self.batch_size or SAMPLES
         if self.lr_decay != "none" and self.steps is None:
             raise ValueError("config: train.lr_decay needs train.steps, to know where the end is")
         if self.seen_targets == "miss" and not self.exclude_seen:
@@ -92,7 +103,8 @@ class TrainSection:
 class TableSection:
     """[tables.NAME]; NAME may have wildcards ("C*"): then every feature of the data that fits gets a table of its own.
 
-    features: names (all with `pooling`), or {name = "sequence" | "sum" | "mean"}; the table's own name if left out.
+    features: names (all with `pooling`), or {name = "sequence" | "streamed" | "sum" | "mean"}; the table's own name if left
+        out. "streamed" is a sequence whose rows the model reads a part at a time.
     memory: budget of a table with tier = "disk", over all workers: "2GB", "512MiB" or a number of bytes.
     max_rows, evict, ttl: see Eviction. init: {normal = std} or {uniform = [low, high]}.
     Entries of the row optimizer (lr, weight_decay, clip, eps, ...) stand beside them. Limits that are not here are Table's.
@@ -114,6 +126,7 @@ class TableSection:
     replicas: int | str | None = Table.replicas
     sync: Annotated[str, OneOf(SYNCS)] = Table.sync
     sync_every: int = Table.sync_every
+    hot: int = Table.hot
     features: list[str] | dict[str, Pooling] | None = None
     pooling: Pooling = "sequence"
 

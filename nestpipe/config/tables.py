@@ -11,7 +11,7 @@ from nestpipe.config.sections import DTYPES, TableSection, section
 from nestpipe.errors import did_you_mean
 from nestpipe.fields import check, hints
 from nestpipe.optim import OPTIMIZERS
-from nestpipe.tables import Eviction, Feature, Init, Normal, Table, Uniform
+from nestpipe.tables import POOLINGS, Eviction, Feature, Init, Normal, Table, Uniform
 
 
 def declared(name: str, values: Mapping[str, Any]) -> tuple[TableSection, dict[str, Any]]:
@@ -68,6 +68,7 @@ def make_table(name: str, declaration: TableSection, settings: Mapping[str, Any]
             replicas=declaration.replicas,
             sync=declaration.sync,
             sync_every=declaration.sync_every,
+            hot=declaration.hot,
         )
     except ValueError as error:
         raise ValueError(f"config: tables.{name}: {error}") from error
@@ -90,4 +91,7 @@ def _features(table: str, declaration: TableSection, data_features: Sequence[str
             raise ValueError(
                 f"config: tables.{table}: feature {name!r} of the data, {did_you_mean(name, data_features)}"
             )
-    return [Feature(name, table, None if pooling == "sequence" else pooling) for name, pooling in poolings.items()]
+    return [
+        Feature(name, table, pooling if pooling in POOLINGS else None, streamed=pooling == "streamed")
+        for name, pooling in poolings.items()
+    ]

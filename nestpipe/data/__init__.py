@@ -5,8 +5,10 @@ Every dataset is built with keyword arguments that may stand in a TOML `[data]` 
 
 from nestpipe.data.criteo import Criteo
 from nestpipe.data.dataset import SPLITS, Dataset
+from nestpipe.data.epoch import Epoch, by_tokens
 from nestpipe.data.histories import Histories, HistoryDataset
 from nestpipe.data.kuairand import KuaiRand, KuaiRandSequences
+from nestpipe.data.kuairand_like import KuaiRandLike
 from nestpipe.data.movielens import MovieLens
 from nestpipe.data.parquet import Parquet
 from nestpipe.data.sequences import Sequences
@@ -16,6 +18,7 @@ from nestpipe.data.synthetic_sequences import SyntheticSequences
 DATASETS: dict[str, type] = {
     "synthetic_sequences": SyntheticSequences,
     "synthetic_clicks": SyntheticClicks,
+    "kuairand_like": KuaiRandLike,
     "sequences": Sequences,
     "movielens": MovieLens,
     "criteo": Criteo,
@@ -29,13 +32,16 @@ __all__ = [
     "SPLITS",
     "Criteo",
     "Dataset",
+    "Epoch",
     "Histories",
     "HistoryDataset",
     "KuaiRand",
+    "KuaiRandLike",
     "KuaiRandSequences",
     "MovieLens",
     "Parquet",
     "Sequences",
     "SyntheticClicks",
     "SyntheticSequences",
+    "by_tokens",
 ]

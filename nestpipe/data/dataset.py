@@ -30,6 +30,9 @@ class Dataset(Protocol):
     What `batches` returns may have `skip(count) -> int`, which passes over the first batches without making them and returns
     how many there were: a run that is resumed asks for it, and takes them one by one where there is none.
 
+    A data set of which every rank can make any sample by itself may have `epoch(split, seed=, epoch=) -> Epoch`: then batches are
+    cut by tokens, and dealt to ranks, without a sample travelling (data/epoch.py).
+
     A data set that parses files while it is read says so (`parses = True`); it is then read in a process of its own unless
     the config says otherwise, because parsing holds the GIL.
     """
@@ -118,12 +121,6 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
-
-
-def fixed_jagged(values: np.ndarray) -> Jagged:
-    """[B, n] -> B lists of n values each."""
-    count, width = values.shape
-    return jagged(values.reshape(-1), np.arange(count + 1, dtype=np.int64) * width)
 
 
 def sorted_keys(keys: np.ndarray) -> Tensor:

@@ -92,6 +92,18 @@ def uniform_ids(stream: np.uint64, samples: np.ndarray, width: int, count: int) 
 
 
 @kernel
+def uniform_lists(stream: np.uint64, samples: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
+    """The same in lists of different lengths, that of samples[i] at offsets[i] to offsets[i + 1]: a longer list of a sample
+    begins with the shorter one."""
+    out = np.empty(offsets[-1], np.int64)
+    for i in range(len(samples)):
+        state = sample_state(stream, samples[i])
+        for j in range(offsets[i + 1] - offsets[i]):
+            out[offsets[i] + j] = min(np.int64(uniform(state, j) * count), np.int64(count - 1))
+    return out
+
+
+@kernel
 def spread(ids: np.ndarray, out: np.ndarray) -> None:
     """Ids to keys all over the int64 range, no two alike."""
     for i in range(len(ids)):

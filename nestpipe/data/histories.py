@@ -11,7 +11,9 @@ from torch import Tensor
 
 from nestpipe.batch import SEEN, Batch, Jagged
 from nestpipe.data import dataset
-from nestpipe.data.draws import stream_of, uniform_ids
+from nestpipe.data.draws import stream_of
+from nestpipe.data.epoch import Cut, Epoch
+from nestpipe.data.negatives import check_negatives, draw_negatives
 
 _ORDER, _NEGATIVES = 0, 1
 
@@ -42,15 +44,27 @@ class HistoryDataset:
         and are not evaluated.
 
     max_length: only the latest items of a history are given. `dense["seen"]` of "valid" and "test" has all before the target.
-    num_negatives: per sample, uniform over all items (the user's own are not left out), fixed by (seed, epoch, user).
+    num_negatives: uniform over all items (the user's own are not left out), fixed by (seed, epoch, user).
+    negatives_per: "sample": so many for each sample; "position": for each item of a history but the last.
+    log_q: adds `dense["log_q"]`: of each item of a history the logarithm of its share of all training events, for in-batch
+        negatives.
     """
 
     features = ("history", "negatives")
 
-    def __init__(self, histories: Histories, *, max_length: int, num_negatives: int) -> None:
-        dataset.check_at_least(max_length=(max_length, 1), num_negatives=(num_negatives, 0))
+    def __init__(
+        self,
+        histories: Histories,
+        *,
+        max_length: int,
+        num_negatives: int,
+        negatives_per: str = "sample",
+        log_q: bool = False,
+    ) -> None:
+        dataset.check_at_least(max_length=(max_length, 1))
+        check_negatives(num_negatives, negatives_per)
         self.histories = histories
-        self.max_length, self.num_negatives = max_length, num_negatives
+        self.max_length, self.num_negatives, self.negatives_per = max_length, num_negatives, negatives_per
         self._catalogue = np.unique(histories.items)
         lengths = np.diff(histories.offsets)
         self._evaluated = np.flatnonzero(lengths >= 3)
@@ -60,6 +74,14 @@ class HistoryDataset:
             "valid": histories.offsets[1:] - 2,
             "test": histories.offsets[1:] - 1,
         }
+        self._log_q = self._log_shares() if log_q else None
+
+    def _log_shares(self) -> np.ndarray:
+        """Of each event: of its item. An item that only "valid" and "test" have counts as one event."""
+        where, _ = _between(self.histories.offsets[:-1], self._ends["train"])
+        items = np.searchsorted(self._catalogue, self.histories.items)
+        counts = np.bincount(items[where], minlength=len(self._catalogue))
+        return np.log(np.maximum(counts, 1) / max(len(where), 1)).astype(np.float32)[items]
 
     def candidates(self) -> Tensor:
         """The keys of all items, sorted."""
@@ -69,18 +91,24 @@ class HistoryDataset:
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
     ) -> Iterator[Batch]:
         dataset.check_request(split=split, batch_size=batch_size, rank=rank, world=world, seed=seed, epoch=epoch)
+        samples = self.epoch(split, seed=seed, epoch=epoch)
+        return Cut(samples, batch_size=batch_size, batch_tokens=None, world=world, squares=None).batches(rank)
+
+    def epoch(self, split: str, *, seed: int, epoch: int) -> Epoch:
+        """All samples of an epoch, to be read by index."""
         if split == "train":
             samples = dataset.generator(seed, epoch, _ORDER).permutation(len(self.histories.users))
         else:
             samples, epoch = self._evaluated, 0
         negatives = stream_of(seed, epoch, dataset.SPLITS.index(split), _NEGATIVES)
 
-        def batch(index: int) -> Batch:
-            whole = dataset.global_slice(index, len(samples), batch_size=batch_size, world=world)
-            begin, end = dataset.rank_slice(*whole, rank=rank, world=world)
-            return self._batch(samples[begin:end], split, negatives)
-
-        return dataset.Indexed(dataset.num_global_batches(len(samples), batch_size=batch_size, world=world), batch)
+        begins, ends = self.histories.offsets, self._ends[split]
+        return Epoch(
+            len(samples),
+            "history",
+            lambda places: np.minimum(ends[samples[places]] - begins[samples[places]], self.max_length),
+            lambda places: self._batch(samples[places], split, negatives),
+        )
 
     def _batch(self, users: np.ndarray, split: str, negatives: np.uint64) -> Batch:
         store = self.histories
@@ -92,11 +120,20 @@ class HistoryDataset:
         if split != "train":
             whole, whole_offsets = _between(store.offsets[users], ends)
             dense[SEEN] = dataset.jagged(store.items[whole], whole_offsets)
-        picks = uniform_ids(negatives, users, self.num_negatives, len(self._catalogue))
+        if self._log_q is not None:
+            dense["log_q"] = dataset.jagged(self._log_q[where], offsets.copy())
+        picks, pick_offsets = draw_negatives(
+            negatives,
+            users,
+            np.diff(offsets),
+            len(self._catalogue),
+            num_negatives=self.num_negatives,
+            per=self.negatives_per,
+        )
         return Batch(
             keys={
                 "history": dataset.jagged(store.items[where], offsets),
-                "negatives": dataset.fixed_jagged(self._catalogue[picks]),
+                "negatives": dataset.jagged(self._catalogue[picks], pick_offsets),
             },
             dense=dense,
             labels=None if split == "train" else torch.from_numpy(store.items[ends]),

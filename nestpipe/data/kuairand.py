@@ -77,15 +77,24 @@ class KuaiRand(Streamed):
 class KuaiRandSequences(HistoryDataset):
     """The videos to which each user reacted well (`positive`, a 0/1 column), in the order of time.
 
-    The split, max_length and num_negatives: see HistoryDataset.
+    The split and the other arguments: see HistoryDataset.
     path: a path, a glob pattern or a list of them; `.gz` is read too.
     """
 
     def __init__(
-        self, *, path: str | list[str], positive: str = "is_click", max_length: int = 50, num_negatives: int = 16
+        self,
+        *,
+        path: str | list[str],
+        positive: str = "is_click",
+        max_length: int = 50,
+        num_negatives: int = 16,
+        negatives_per: str = "sample",
+        log_q: bool = False,
     ) -> None:
         histories = read_positive(find_text_files(path), positive=positive)
-        super().__init__(histories, max_length=max_length, num_negatives=num_negatives)
+        super().__init__(
+            histories, max_length=max_length, num_negatives=num_negatives, negatives_per=negatives_per, log_q=log_q
+        )
 
 
 def read_positive(paths: list[str], *, positive: str) -> Histories:

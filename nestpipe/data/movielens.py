@@ -17,16 +17,25 @@ _TYPES = {"userId": INTEGER, "movieId": INTEGER, "rating": NUMBER, "timestamp": 
 class MovieLens(HistoryDataset):
     """The rated movies of each user, `dense["timestamps"]` beside them; the format is seen from the first line.
 
-    The split, max_length and num_negatives: see HistoryDataset.
+    The split and the other arguments: see HistoryDataset.
     path: a path, a glob pattern or a list of them; `.gz` is read too.
     min_rating: ratings below it are left out.
     """
 
     def __init__(
-        self, *, path: str | list[str], min_rating: float = 0.0, max_length: int = 50, num_negatives: int = 16
+        self,
+        *,
+        path: str | list[str],
+        min_rating: float = 0.0,
+        max_length: int = 50,
+        num_negatives: int = 16,
+        negatives_per: str = "sample",
+        log_q: bool = False,
     ) -> None:
         histories = read_ratings(find_text_files(path), min_rating=min_rating)
-        super().__init__(histories, max_length=max_length, num_negatives=num_negatives)
+        super().__init__(
+            histories, max_length=max_length, num_negatives=num_negatives, negatives_per=negatives_per, log_q=log_q
+        )
 
 
 def read_ratings(paths: list[str], *, min_rating: float) -> Histories:

@@ -12,14 +12,28 @@ from nestpipe.data.histories import Histories, HistoryDataset
 
 
 class Sequences(HistoryDataset):
-    """One history per line, users and items being integers. The split, max_length and num_negatives: see
+    """One history per line, users and items being integers. The split and the other arguments: see
     HistoryDataset.
 
     path: a path, a glob pattern or a list of them; `.gz` is read too.
     """
 
-    def __init__(self, *, path: str | list[str], max_length: int = 50, num_negatives: int = 16) -> None:
-        super().__init__(read_histories(find_text_files(path)), max_length=max_length, num_negatives=num_negatives)
+    def __init__(
+        self,
+        *,
+        path: str | list[str],
+        max_length: int = 50,
+        num_negatives: int = 16,
+        negatives_per: str = "sample",
+        log_q: bool = False,
+    ) -> None:
+        super().__init__(
+            read_histories(find_text_files(path)),
+            max_length=max_length,
+            num_negatives=num_negatives,
+            negatives_per=negatives_per,
+            log_q=log_q,
+        )
 
 
 def read_histories(paths: list[str]) -> Histories:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from nestpipe.batch import Batch, Jagged
+from nestpipe.batch import Batch
 from nestpipe.data import dataset
 
 
@@ -41,7 +41,7 @@ class Unparsed:
         order = np.empty(self.size, np.int64)
         # Parts are by piece, rows of a piece as they were.
         order[np.argsort(first, kind="stable")] = np.arange(self.size)
-        return concatenate(parts).select(torch.from_numpy(order))
+        return Batch.joined(parts).select(torch.from_numpy(order))
 
     @classmethod
     def joined(cls, many: Sequence[Unparsed]) -> Unparsed:
@@ -95,7 +95,7 @@ class Stream:
         unparsed = [rows for rows in held if isinstance(rows, Unparsed)]
         if self._skipping and len(unparsed) == len(held):
             return Unparsed.joined(unparsed)
-        return concatenate([_parsed(rows) for rows in held])
+        return Batch.joined([_parsed(rows) for rows in held])
 
     def _shuffled(
         self, pieces: Iterable[Batch | Unparsed], size: int, generator: np.random.Generator
@@ -170,30 +170,3 @@ class Streamed:
 
 def _parsed(rows: Batch | Unparsed) -> Batch:
     return rows.parse() if isinstance(rows, Unparsed) else rows
-
-
-def concatenate(batches: list[Batch]) -> Batch:
-    """One batch with the samples of all, in order."""
-    if len(batches) == 1:
-        return batches[0]
-    first = batches[0]
-    return Batch(
-        keys={name: _concatenate_jagged([batch.keys[name] for batch in batches]) for name in first.keys},
-        dense={name: _concatenate_parts([batch.dense[name] for batch in batches]) for name in first.dense},
-        labels=None if first.labels is None else torch.cat([_labels(batch) for batch in batches]),
-    )
-
-
-def _labels(batch: Batch) -> torch.Tensor:
-    assert batch.labels is not None
-    return batch.labels
-
-
-def _concatenate_parts(parts: list[torch.Tensor | Jagged]) -> torch.Tensor | Jagged:
-    if isinstance(parts[0], Jagged):
-        return _concatenate_jagged([part for part in parts if isinstance(part, Jagged)])
-    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
-
-
-def _concatenate_jagged(parts: list[Jagged]) -> Jagged:
-    return Jagged.from_lengths(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))

@@ -36,15 +36,17 @@ class Synthetic:
         self, split: str, index: int, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
     ) -> Batch:
         """Batch `index` of an epoch, without those before it."""
-        train = split == "train"
-        # Evaluation sees the same samples whatever the seed and epoch of training.
-        where = (self.seed, dataset.SPLITS.index(split), *((seed, epoch) if train else (0, 0)))
+        train, where = split == "train", self._where(split, seed, epoch)
         begin, end = dataset.global_slice(index, self._num_samples[split], batch_size=batch_size, world=world)
         first, last = dataset.rank_slice(begin, end, rank=rank, world=world)
         if train and self.overlap is not None:  # which is that of all ranks together
             whole = self._draw_overlapping(where, np.arange(begin, end), index, full_size=batch_size * world)
             return whole.select(torch.arange(first - begin, last - begin))
         return self._draw(where, np.arange(first, last), train=train)
+
+    def _where(self, split: str, seed: int, epoch: int) -> tuple[int, ...]:
+        """The numbers that the streams of an epoch begin with: evaluation sees the same samples whatever those of training."""
+        return (self.seed, dataset.SPLITS.index(split), *((seed, epoch) if split == "train" else (0, 0)))
 
     def _draw(self, where: tuple[int, ...], samples: np.ndarray, *, train: bool) -> Batch:
         """These samples; where: the numbers that their streams begin with."""

@@ -17,9 +17,10 @@ from nestpipe.data.draws import (
     stream_of,
     to_keys,
     uniform,
-    uniform_ids,
     uniform_table,
 )
+from nestpipe.data.epoch import Epoch
+from nestpipe.data.negatives import check_negatives, draw_negatives
 from nestpipe.data.overlap import Overlap, cover
 from nestpipe.data.synthetic import Synthetic
 from nestpipe.kernels.jit import kernel
@@ -40,6 +41,8 @@ class SyntheticSequences(Synthetic):
     popular items, and a model that learns the cycle ranks the target far above chance.
 
     lengths: "fixed", "geometric" or "lognormal" with mean `mean_length` before clipping to min_length .. max_length.
+    num_negatives: uniform over all items. negatives_per: "sample": so many for each sample; "position": for each item of a
+        history but the last.
     overlap: None, or the fraction (0 to 1) of the distinct keys of a training batch, history and negatives of all ranks
         together, that also occur in the training batch before it. With overlap set, every rank draws the whole global
         batch.
@@ -59,6 +62,7 @@ class SyntheticSequences(Synthetic):
         min_length: int = 2,
         max_length: int = 50,
         num_negatives: int = 16,
+        negatives_per: str = "sample",
         num_clusters: int | None = None,
         predictability: float = 0.8,
         overlap: float | None = None,
@@ -73,15 +77,17 @@ class SyntheticSequences(Synthetic):
         dataset.check_at_least(
             num_items=(num_items, 1), skew=(skew, 0), num_clusters=(num_clusters, 1), min_length=(min_length, 1),
             max_length=(max_length, min_length), mean_length=(mean_length, min_length),
-            num_negatives=(num_negatives, 0), num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0),
+            num_samples=(num_samples, 1), num_valid_samples=(num_valid_samples, 0),
             num_test_samples=(num_test_samples, 0), seed=(seed, 0),
         )  # fmt: skip
+        check_negatives(num_negatives, negatives_per)
         if num_clusters > num_items:
             raise ValueError(f"num_clusters is {num_clusters} for {num_items} items; use {num_items} at most")
         super().__init__(seed=seed, overlap=overlap, num_samples=(num_samples, num_valid_samples, num_test_samples))
         if not 0 <= predictability <= 1:
             raise ValueError(f"predictability is {predictability}; it must be between 0 and 1")
-        self.num_items, self.skew, self.num_negatives = num_items, float(skew), num_negatives
+        self.num_items, self.skew = num_items, float(skew)
+        self.num_negatives, self.negatives_per = num_negatives, negatives_per
         self.num_clusters, self.predictability = num_clusters, float(predictability)
         self.spread_keys = spread_keys
         self._length_quantiles = length_quantiles(lengths, mean_length, min_length, max_length)
@@ -94,11 +100,34 @@ class SyntheticSequences(Synthetic):
         """The keys of all items, sorted."""
         return dataset.sorted_keys(to_keys(np.arange(self.num_items), spread_keys=self.spread_keys))
 
+    def epoch(self, split: str, *, seed: int, epoch: int) -> Epoch | None:
+        """All samples of an epoch, to be read by index; None if neighbouring batches overlap, which are drawn as a whole."""
+        if split == "train" and self.overlap is not None:
+            return None
+        where = self._where(split, seed, epoch)
+        return Epoch(
+            self._num_samples[split],
+            "history",
+            lambda places: self._drawn_lengths(where, places),
+            lambda places: self._draw(where, places, train=split == "train"),
+        )
+
+    def _drawn_lengths(self, where: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
+        return self._lengths(uniform_table(stream_of(*where, _LENGTH), samples, 1)[:, 0])
+
     def _draw(self, where: tuple[int, ...], samples: np.ndarray, *, train: bool) -> Batch:
-        lengths = self._lengths(uniform_table(stream_of(*where, _LENGTH), samples, 1)[:, 0])
+        lengths = self._drawn_lengths(where, samples)
         items, times = self._walk(where, samples, lengths + (not train), self.num_items)
-        negatives = uniform_ids(stream_of(*where, _NEGATIVES), samples, self.num_negatives, self.num_items)
-        return self._to_batch(items, times, lengths, negatives, with_targets=not train)
+        negatives, starts = self._negatives(where, samples, lengths, self.num_items)
+        return self._to_batch(items, times, lengths, negatives, starts, with_targets=not train)
+
+    def _negatives(
+        self, where: tuple[int, ...], samples: np.ndarray, lengths: np.ndarray, num_items: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        stream = stream_of(*where, _NEGATIVES)
+        return draw_negatives(
+            stream, samples, lengths, num_items, num_negatives=self.num_negatives, per=self.negatives_per
+        )
 
     def _lengths(self, u: np.ndarray) -> np.ndarray:
         return self._length_quantiles[(u * len(self._length_quantiles)).astype(np.int64)]
@@ -118,13 +147,11 @@ class SyntheticSequences(Synthetic):
         if size < full_size:
             plan = plan.at_most(fraction=self.overlap or 0.0, num_slots=self._distinct(size))
         slots, times = self._walk(where, samples, lengths, plan.num_slots)
-        negatives = uniform_ids(stream_of(*where, _NEGATIVES), samples, self.num_negatives, plan.num_slots)
-        both = np.concatenate([slots, negatives.reshape(-1)])
+        negatives, starts = self._negatives(where, samples, lengths, plan.num_slots)
+        both = np.concatenate([slots, negatives])
         cover(both, num_slots=plan.num_slots, granule=self.num_clusters, num_free=negatives.size)
         ids = plan.to_ids(both, index=index)
-        return self._to_batch(
-            ids[: len(slots)], times, lengths, ids[len(slots) :].reshape(negatives.shape), with_targets=False
-        )
+        return self._to_batch(ids[: len(slots)], times, lengths, ids[len(slots) :], starts, with_targets=False)
 
     def _even_lengths(self, size: int, index: int) -> np.ndarray:
         """Lengths whose sum is the same for every batch, so that every batch has room for the same number of ids."""
@@ -143,11 +170,18 @@ class SyntheticSequences(Synthetic):
         """How many distinct ids a batch of this size has under the law left to itself, by drawing one."""
         where, samples, lengths = (self.seed, 0, 0, 0), np.arange(size), self._even_lengths(size, 0)
         items, _ = self._walk(where, samples, lengths, self.num_items)
-        negatives = uniform_ids(stream_of(*where, _NEGATIVES), samples, self.num_negatives, self.num_items)
-        return len(np.unique(np.concatenate([items, negatives.reshape(-1)])))
+        negatives, _ = self._negatives(where, samples, lengths, self.num_items)
+        return len(np.unique(np.concatenate([items, negatives])))
 
     def _to_batch(
-        self, items: np.ndarray, times: np.ndarray, lengths: np.ndarray, negatives: np.ndarray, *, with_targets: bool
+        self,
+        items: np.ndarray,
+        times: np.ndarray,
+        lengths: np.ndarray,
+        negatives: np.ndarray,
+        negative_offsets: np.ndarray,
+        *,
+        with_targets: bool,
     ) -> Batch:
         labels = None
         if with_targets:  # each walk is one item longer than its history
@@ -158,7 +192,7 @@ class SyntheticSequences(Synthetic):
         return Batch(
             keys={
                 "history": dataset.jagged(to_keys(items, spread_keys=self.spread_keys), offsets),
-                "negatives": dataset.fixed_jagged(to_keys(negatives, spread_keys=self.spread_keys)),
+                "negatives": dataset.jagged(to_keys(negatives, spread_keys=self.spread_keys), negative_offsets),
             },
             dense={"timestamps": dataset.jagged(times, offsets.copy())},
             labels=labels,

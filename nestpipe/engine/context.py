@@ -9,6 +9,7 @@ import torch
 
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Output
+from nestpipe.engine.rowstream import RowStream
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.replicas import ReplicaRoute
 from nestpipe.exchange.source import SourceRoute
@@ -17,7 +18,8 @@ from nestpipe.kernels.rows import Rows
 from nestpipe.sizes import NUM_TOTALS
 
 # What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
-LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE = range(NUM_TOTALS)
+# TOKENS: keys of the first sequence feature.
+LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE, TOKENS = range(NUM_TOTALS)
 
 
 @dataclasses.dataclass
@@ -29,6 +31,7 @@ class StepResult:
     samples: int  # of all workers
     weight: float  # what the loss was divided by: samples, or tokens
     skipped: bool = False  # the batch had a loss that is not finite and was left out
+    tokens: int = 0  # keys of the first sequence feature, of all workers
 
 
 @dataclasses.dataclass
@@ -39,7 +42,11 @@ class Context:
     batch: Batch
     window: Window
     arena: Arena
-    order: np.ndarray | None = None  # which samples of the batch as it came these are, if clustering has moved them
+    order: np.ndarray | None = None  # which samples of the batch as it came these are, if they have been moved
+    home: np.ndarray | None = None  # whose batch that is, if samples have been dealt over workers
+    undealt: float = 0.0  # what this worker's samples would have cost if they had not been
+    dealt: float = 0.0  # what they cost
+    seconds: float = 0.0  # that the model has taken, forward and backward
     error: BaseException | None = None
     has_data: bool = True  # False: this worker takes part with nothing
     stops: bool = False  # a worker (after ROUTE: any) was asked to stop while it waited for this batch
@@ -59,11 +66,20 @@ class Context:
     grads: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their gradients, to be sent back
     returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
     leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
+    streams: dict[int, list[RowStream]] = dataclasses.field(default_factory=dict)  # of features that are streamed
     outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
     totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(NUM_TOTALS))
+    row_lrs: list[float] = dataclasses.field(default_factory=list)  # per table: agreed on with the totals
     result: StepResult | None = None
     trains: bool = False  # agreed: there is something to learn, and nothing wrong with it
     cut_short: bool = False  # the operation at hand has failed half-way; all will hear of it
+
+    def named(self, sample: int) -> str:
+        """A sample of the batch as users know it: by its place in the batch that it came in."""
+        number = sample if self.order is None else int(self.order[sample])
+        return f"sample {number}" + (
+            "" if self.home is None else f" of the batch that rank {self.home[sample]} has read"
+        )
 
     @property
     def asked_to_stop(self) -> bool:

@@ -11,6 +11,7 @@ from nestpipe.schedule import ops as op
 from nestpipe.schedule.ops import COMPUTE, Schedule, relative
 from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
+from nestpipe.tables import HotRows
 
 
 def overlap(setting: Setting, schedule: Schedule, stores: Sequence[Store], device: torch.device) -> list[str]:
@@ -22,9 +23,14 @@ def overlap(setting: Setting, schedule: Schedule, stores: Sequence[Store], devic
             return "on the compute lane (exposed)"
         return f"{relative(task.op)} hidden behind the compute of t (lane {task.lane})"
 
+    # Rows that leave while the batch before computes have all of its time, and gradients all of the next one's.
+    ahead = tasks[op.EMB].op.batch > 0 and tasks[op.EMB].lane != COMPUTE
+
     def exchange() -> str:
         if tasks[op.EMB].lane == COMPUTE:
             return how(op.EMB)
+        if ahead:
+            return f"rows {how(op.EMB)}, gradients and the update of rows behind the compute of t and t+1"
         parts = schedule.micro_batches
         if parts == 1:
             return "exposed: with one micro-batch there is no other to compute meanwhile; set micro_batches"
@@ -34,6 +40,8 @@ def overlap(setting: Setting, schedule: Schedule, stores: Sequence[Store], devic
         )
 
     def merge() -> str:
+        if ahead:
+            return "behind the compute of t and t+1"
         if tasks[op.MERGE].lane == COMPUTE or schedule.micro_batches == 1:
             return "exposed"
         return (
@@ -56,10 +64,15 @@ def overlap(setting: Setting, schedule: Schedule, stores: Sequence[Store], devic
         f"schedule {schedule.name}: {schedule.summary}",
         f"  micro-batches: {split}",
         f"  data: read ahead in a thread or process of its own; {how(op.PREFETCH)}",
+        *(
+            [f"  samples: dealt over workers so that all compute as long; {how(op.DEAL)}"]
+            if schedule.has(op.DEAL)
+            else []
+        ),
         f"  copy to the device: {device_text}",
         f"  key routing: {how(op.ROUTE)}",
     ]
-    for store in stores:
+    for store in (store for store in stores if not isinstance(store.table, HotRows)):
         name = store.table.name
         if isinstance(store, DiskStore):
             lines.append(
@@ -74,7 +87,7 @@ def overlap(setting: Setting, schedule: Schedule, stores: Sequence[Store], devic
     if schedule.has(op.MERGE):
         lines.append(f"  sums of gradients to other replicas: {merge()}")
     if schedule.has(op.AVERAGE):
-        lines.append("  average over replicas: after the update (exposed)")
+        lines.append(f"  average over replicas: after the update ({'hidden' if ahead else 'exposed'})")
     lines += [
         f"  sum of dense gradients: begins inside the last backward{beside}",
     ]

@@ -29,7 +29,9 @@ def digest(stores: Sequence[Store], plan: ExchangePlan, model: nn.Module, transp
                 sums[k] = 0
     sums = transport.sum(sums.view(np.int64)).view(np.uint64)  # wraps around, as it should
     total = hashlib.blake2b(digest_size=16)
-    by_name = sorted(zip((store.table.name for store in stores), sums.tolist(), strict=True))
+    for k, twin in plan.twins.items():  # of a table, wherever its rows are
+        sums[k] += sums[twin]
+    by_name = sorted((stores[k].table.name, sums[k].tolist()) for k in plan.declared)
     for name, (a, b) in by_name:
         total.update(f"{name} {a:016x} {b:016x};".encode())
     for name, tensor in sorted(model.state_dict().items()):

@@ -14,7 +14,7 @@ from nestpipe.engine.ledger import Ledger
 from nestpipe.engine.step import StepOperations
 from nestpipe.exchange.window import Window
 from nestpipe.schedule.check import require
-from nestpipe.schedule.ops import AGREE, COMPUTE, EMB, OPERATIONS, PREFETCH, ROUTE, WRITEBACK, Op, Task
+from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, DEAL, EMB, FWD, OPERATIONS, PREFETCH, ROUTE, WRITEBACK, Op, Task
 from nestpipe.schedule.setting import Setting
 from nestpipe.trace.record import Event, RankTrace, wall_offset_ns
 
@@ -34,7 +34,7 @@ class Engine:
     def __init__(self, setting: Setting, ops: StepOperations, *, trace: bool = False) -> None:
         keeping = ops.plan.keeping
         schedule = setting.make(keeping)
-        require(schedule, keeping)
+        require(schedule, [*([DEAL] if setting.deals else []), *keeping])
         self.setting, self.schedule, self.ops = setting, schedule, ops
         self.around: Around | None = None
         self.stopped = False  # whether a worker has been asked to stop, as all know
@@ -136,10 +136,12 @@ class Engine:
         else:
             self.around(task, lambda: self._do(task))
         self._running.pop(task.lane, None)
+        name, batch, part = task.op
+        end = time.perf_counter_ns()
+        if name in (FWD, BWD):
+            self._contexts[batch].seconds += (end - start) / 1e9
         if self._events is not None:
-            name, batch, part = task.op
             shown = part if self._num_parts[name] > 1 else None
-            end = time.perf_counter_ns()
             self._events.append(Event(self._lane_numbers[task.lane], name, batch, shown, start, end))
             self._num_events += 1
 

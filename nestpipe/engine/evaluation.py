@@ -142,12 +142,15 @@ class Evaluation:
 
     def _reading(self, table: str) -> StepOperations:
         """Operations on that table alone, whose rows come one by one."""
-        store = next(store for store in self._ops.stores if store.table.name == table)
-        made = self._of_table.get(table)
-        if made is None or made.stores[0] is not store or made.plan.owners[0] is not store.owners:
-            declared = dataclasses.replace(store.table, pooled_at="source")
-            plan, ops = ExchangePlan([declared], [Feature("keys", table)], [Holders(store.owners)]), self._ops
-            made = StepOperations(plan, [store], ops.keys, ops.rows, ops.dense_part, skip_nonfinite=False)
+        ops, made = self._ops, self._of_table.get(table)
+        stores = [store for store in ops.stores if store.table.name == table]  # its own, and that of its hot rows
+        hot = ops.plan.hot[ops.stores.index(stores[0])]
+        owners = [store.owners for store in stores]
+        if made is None or not _same([*made.stores, *made.plan.owners, made.plan.hot[0]], [*stores, *owners, hot]):
+            declared = [dataclasses.replace(store.table, pooled_at="source") for store in stores]
+            plan = ExchangePlan(declared, [Feature("keys", table)], [Holders(of_store) for of_store in owners])
+            plan.hot[0] = hot
+            made = StepOperations(plan, stores, ops.keys, ops.rows, ops.dense_part, skip_nonfinite=False)
             self._of_table[table] = made
         return made
 
@@ -179,6 +182,10 @@ class Evaluation:
             loader.close()
             for module, training in modes:
                 module.training = training
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.ndarray]:

@@ -1,7 +1,8 @@
 """Losses that mix samples: splitting a batch would change what they mean.
 
 A model says so itself: `mixes_samples = True` (in-batch negatives, say) is refused where the batch is cut into
-micro-batches; `False` is taken at its word. If it says nothing, it is tried on the first batch, before anything is updated.
+micro-batches; "micro-batch" says that the samples of a micro-batch are meant, whatever the split, and is told at the start;
+`False` is taken at its word. If it says nothing, it is tried on the first batch, before anything is updated.
 
 The trial asks two things of some of the samples of a batch. Are their losses the same without the others? And have they a
 gradient with respect to rows, dense inputs or labels of the others? The first sees what depends on the number, the lengths or
@@ -28,6 +29,7 @@ from nestpipe.engine.draws import Mark
 
 log = logging.getLogger("nestpipe")
 
+MICRO_BATCH = "micro-batch"  # what a model declares that mixes the samples of a micro-batch, and is meant so
 ENOUGH = 32  # samples to try, if the batch has as many; micro-batches may be of a single one
 FEW = 4  # so few samples have other statistics than the batch
 SAME, ABOUT_THE_SAME = 0.002, 0.03  # relative difference of losses that rounding makes; where some of it is in few bits
@@ -35,7 +37,9 @@ STEADY = 0.1  # of that difference between two runs on the same samples: more is
 NOTHING = 1e-4  # of a gradient, against that of the samples' own rows: rounding, where sums cancel
 
 
-def refuse_mixing(model: nn.Module, *, rank: int, world: int, micro_batches: int | str) -> None:
+def refuse_mixing(
+    model: nn.Module, *, rank: int, world: int, micro_batches: int | str, balance: str | float = "none"
+) -> None:
     """Raises ValueError, or warns, if the model says, or its layers show, that its loss mixes samples and the batch is split."""
     if world > 1 or micro_batches != 1:
         for name, module in model.named_modules():
@@ -44,7 +48,18 @@ def refuse_mixing(model: nn.Module, *, rank: int, world: int, micro_batches: int
                     f"the model's {name or type(module).__name__} is a batch norm, which mixes samples: its result would depend "
                     f"on how the batch is split over workers and micro-batches; use LayerNorm, or one worker and micro_batches=1"
                 )
-    if not getattr(model, "mixes_samples", False):
+    declared = getattr(model, "mixes_samples", None)
+    if not any(declared is known for known in (None, True, False)) and declared != MICRO_BATCH:
+        raise ValueError(f"the model declares mixes_samples = {declared!r}; it is True, False or {MICRO_BATCH!r}")
+    if not declared:
+        return
+    if balance == "auto" and world > 1:
+        raise ValueError(
+            f"the model declares mixes_samples = {declared!r}, so its loss depends on which samples a worker has, and with "
+            f"balance='auto' the clock would decide on it; give a number, 'tokens' or 'none'"
+        )
+    if declared == MICRO_BATCH:
+        _tell_split(rank=rank, world=world, micro_batches=micro_batches)
         return
     if micro_batches != 1:
         raise ValueError(
@@ -54,6 +69,20 @@ def refuse_mixing(model: nn.Module, *, rank: int, world: int, micro_batches: int
         )
     if world > 1 and rank == 0:
         log.warning("the model declares mixes_samples = True: samples are mixed within each worker's part of the batch")
+
+
+def _tell_split(*, rank: int, world: int, micro_batches: int | str) -> None:
+    if micro_batches == "auto":
+        raise ValueError(
+            f"the model declares mixes_samples = {MICRO_BATCH!r}, so its loss depends on the split, and with "
+            f"micro_batches='auto' the clock would decide on it; give a number"
+        )
+    if rank == 0 and (world > 1 or micro_batches != 1):
+        log.warning(
+            f"the model declares mixes_samples = {MICRO_BATCH!r}: a sample's loss depends on the samples that share its "
+            f"micro-batch, so the result depends on the split (micro_batches={micro_batches}, clustering, balance, {world} "
+            f"workers); with the same split it is the same under every schedule"
+        )
 
 
 @dataclasses.dataclass
@@ -115,7 +144,8 @@ class _Mixed(ValueError):
             f"the loss of a sample depends on the other samples of its micro-batch, so cutting the batch into micro-batches "
             f"changes what is trained: {evidence}. Use micro_batches=1 (with schedule 'dbp' lookups are hidden all the same); "
             f"or a loss of each sample by itself (Jagged has mean, sum, max, first and last per sample; draw negatives per "
-            f"sample); or set mixes_samples = False in the model to say that it is meant so"
+            f"sample); or say in the model that it is meant so: mixes_samples = '{MICRO_BATCH}', or "
+            f"mixes_samples = False"
         )
 
 

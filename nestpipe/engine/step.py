@@ -2,7 +2,8 @@
 
 The serial schedule runs them in the order they stand here; others run them in several threads, on several batches at once,
 and what each touches is written down in schedule/ops.py. Only `route` and `agree` decide anything together with the
-other workers: a worker in trouble says so there, so that all leave at once instead of waiting for it.
+other workers: a worker in trouble says so there, so that all leave at once instead of waiting for it. (Before that, DEAL lets
+a batch be whose end it sees coming.)
 """
 
 from __future__ import annotations
@@ -19,29 +20,45 @@ import torch
 
 from nestpipe.arena import Arena
 from nestpipe.batch import Batch, Jagged
+from nestpipe.engine.averaging import Averaging
 from nestpipe.engine.buffers import DualBuffer
-from nestpipe.engine.context import BAD, LOSS, QUIT, SAMPLES, STOP, TRAINABLE, TROUBLE, WEIGHT, Context, StepResult
+from nestpipe.engine.context import (
+    BAD,
+    LOSS,
+    QUIT,
+    SAMPLES,
+    STOP,
+    TOKENS,
+    TRAINABLE,
+    TROUBLE,
+    WEIGHT,
+    Context,
+    StepResult,
+)
 from nestpipe.engine.dense import Dense
+from nestpipe.engine.flops import FlopCounter
 from nestpipe.engine.mixing import ENOUGH, try_mixing
 from nestpipe.engine.reducer import all_finite
+from nestpipe.engine.rowstream import RowStream
 from nestpipe.engine.versions import Versions
+from nestpipe.engine.waiting import KEPT, Load, Loads
 from nestpipe.errors import Stopped, TrainingError, describe
-from nestpipe.exchange.averaging import Awaiting, average
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.layout import Layout, Sizes, payload_layout
-from nestpipe.exchange.owner import OwnedKeys, OwnerRoute
+from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.plan import ExchangePlan
 from nestpipe.exchange.replicas import ReplicaRoute
 from nestpipe.exchange.requests import Requests, decide
+from nestpipe.exchange.samples import Dealer, Told, token_feature
 from nestpipe.exchange.source import SourceRoute
 from nestpipe.exchange.transport import Transport
 from nestpipe.exchange.window import Window
-from nestpipe.kernels import records
 from nestpipe.kernels.keys import Deduplicator
-from nestpipe.kernels.rows import NONE, Rows, gather, pool, pool_add, pool_put, rows_of, scatter_add
+from nestpipe.kernels.rows import NONE, gather, pool, pool_add, pool_put, rows_of, scatter_add
 from nestpipe.optim import ScaledRowwiseAdagrad
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
+from nestpipe.tables import Feature
 
 log = logging.getLogger("nestpipe")
 Store = MemoryStore | DiskStore
@@ -55,7 +72,8 @@ class StepOperations:
     """Everything a step works on: stores, exchange and dense part of one worker.
 
     keys, rows: two transports, because routing may run beside the exchange of another batch's rows.
-    check_freshness: that every row is read as the update before left it.
+    dealer: deals samples over workers, with a transport of its own; None: they stay where they are read.
+    check_freshness: that every row is read as the update before left it, or one that is `stale_by` updates older.
     try_mixing: whether the batch is, or will be, cut into micro-batches, which the model's loss must not notice.
     """
 
@@ -67,12 +85,18 @@ class StepOperations:
         rows: Transport,
         dense: Dense,
         *,
+        dealer: Dealer | None = None,
         skip_nonfinite: bool,
         check_freshness: bool = False,
+        stale_by: int = 0,
         try_mixing: bool = False,
     ) -> None:
-        self.plan, self.keys, self.rows, self.dense_part = plan, keys, rows, dense
-        self._check_freshness = check_freshness
+        self.plan, self.keys, self.rows, self.dense_part, self.dealer = plan, keys, rows, dense, dealer
+        # What the square of a token costs, in tokens; None: samples stay where they are.
+        self.squares: float | None = None
+        self.loads = Loads(maxlen=KEPT)  # of this worker's steps so far
+        self._tokens = token_feature(plan.features)
+        self._check_freshness, self._stale_by = check_freshness, stale_by
         self.use(stores)
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.stop_asked = False  # of this worker, from outside
@@ -85,6 +109,7 @@ class StepOperations:
         )
         self.parts = 1  # of the window of the schedule that is run
         self.keys_asked = 0  # of this owner, so far
+        self.flops = FlopCounter(dense.model)
         self._skip_nonfinite = skip_nonfinite
         self._trials = MIXING_TRIALS if try_mixing else 0  # that are left
         # Each lane has its own: they hold scratch memory.
@@ -96,17 +121,14 @@ class StepOperations:
         """Works on these tables from here on."""
         self.stores = list(stores)
         self.buffers = [DualBuffer(store) if isinstance(store, DiskStore) else None for store in stores]
-        self._versions = Versions(self.stores) if self._check_freshness else None
-        self.awaiting = {
-            k: Awaiting(table.sync_every) for k, table in enumerate(self.plan.tables) if self.plan.is_averaged(k)
-        }
+        self._versions = Versions(self.stores, self._stale_by) if self._check_freshness else None
+        self.averaging = Averaging(self.plan, self.stores, self.buffers, self.rows)
 
     def begin(self, read: Callable[[], Batch | None], clustering: str, first: int = 0) -> None:
         """A run of batches starts: what is left in buffers belongs to no neighbour, and gradients of a batch that failed to
         nobody. read: gives the batches, of which `first` is the first; see PREFETCH."""
-        for awaiting in self.awaiting.values():
-            awaiting.begin(first)
-        self._read, self._clustering = read, clustering
+        self.averaging.begin(first)
+        self._read, self._clustering, self._dealt_out = read, clustering, False
         self.quitting, self.parted = False, None
         self.dense_part.forget()
         for buffer in self.buffers:
@@ -117,23 +139,72 @@ class StepOperations:
 
     def prefetch(self, ctx: Context) -> None:
         """Takes the next batch, which a thread or process of its own has read and checked; deals its samples to
-        micro-batches."""
+        micro-batches, unless they are dealt over workers first."""
         try:
             batch = self._read()
-            if batch is None:
-                return
-            keys, micro_batches = self.keys, ctx.window.micro_batches
-            order, bounds = cluster(
-                batch, self.plan, micro_batches, self._clustering, self._cluster_dedup, rank=keys.rank, world=keys.world
-            )
-            if order is not None:
-                batch = batch.select(torch.from_numpy(order))
-            ctx.batch = batch.pin_memory() if self._pinned else batch
-            ctx.order, ctx.window, ctx.has_data = order, dataclasses.replace(ctx.window, bounds=bounds), True
+            if batch is not None:
+                ctx.batch, ctx.has_data = batch, True
         except Stopped:
             ctx.stops = True
         except Exception as problem:
             ctx.error = problem
+        if self.dealer is None:
+            self._cluster(ctx)
+
+    def deal(self, ctx: Context) -> None:
+        """Samples of all workers' batches, dealt anew so that all have as much to compute; then to micro-batches. When workers
+        see that this batch is not trained on they leave it, and those after it, as they are: a worker that is told so by
+        ROUTE does not come here again."""
+        assert self.dealer is not None
+        if not self._dealt_out:
+            told = self.dealer.meet(self._state(ctx), ctx.batch)
+            if (told.state_W >= CALLS).any():
+                self._part("train", self.problem or ctx.error)
+            leave = np.isin(told.state_W, (FAILED, STOPS)).any()
+            self._dealt_out = bool(leave or not (told.state_W == HAS_DATA).any())
+            if not self._dealt_out and self.squares is not None and told.size_W.any():
+                self._deal(ctx, told, self.squares)
+        self._cluster(ctx)
+
+    def _deal(self, ctx: Context, told: Told, squares: float) -> None:
+        assert self.dealer is not None
+        try:
+            dealt = self.dealer.deal(ctx.batch, told, squares)
+        except ValueError as problem:  # of this batch; no worker waits for anything more of it
+            ctx.error = problem
+            return
+        ctx.batch, ctx.home, ctx.order = dealt.batch, dealt.home, dealt.order
+        ctx.undealt, ctx.dealt = dealt.before, dealt.after
+
+    def _cluster(self, ctx: Context) -> None:
+        """Deals the samples to micro-batches."""
+        if ctx.error is not None or not (ctx.has_data or ctx.batch.size):
+            return
+        keys, micro_batches = self.keys, ctx.window.micro_batches
+        try:
+            order, bounds = cluster(
+                ctx.batch,
+                self.plan,
+                micro_batches,
+                self._clustering,
+                self._cluster_dedup,
+                rank=keys.rank,
+                world=keys.world,
+            )
+            batch = ctx.batch
+            if order is not None:
+                batch = batch.select(torch.from_numpy(order))
+                ctx.order = order if ctx.order is None else ctx.order[order]
+                ctx.home = None if ctx.home is None else ctx.home[order]
+            ctx.batch = batch.pin_memory() if self._pinned else batch
+            ctx.window = dataclasses.replace(ctx.window, bounds=bounds)
+        except Exception as problem:
+            ctx.error = problem
+
+    def _state(self, ctx: Context) -> int:
+        if ctx.error is not None:
+            return FAILED
+        return STOPS if ctx.stops else HAS_DATA if ctx.has_data else OUT_OF_DATA
 
     def h2d(self, ctx: Context) -> None:
         """Micro-batches on the device. They live as long as the batch, and BWD waits for the device, so that no copy is
@@ -156,8 +227,7 @@ class StepOperations:
             requests = self._requests(ctx)
         decide(self.plan, requests, self.keys)
         ctx.source = SourceRoute(requests, self.plan, ctx.window, self.keys.world, ctx.arena)
-        state = STOPS if ctx.stops else HAS_DATA if ctx.has_data else OUT_OF_DATA
-        ctx.source.sizes.state[:] = FAILED if ctx.error is not None else state
+        ctx.source.sizes.state[:] = self._state(ctx)
         sizes = Sizes(self.keys.exchange_rows(ctx.source.sizes.table), len(self.plan.tables), ctx.window.parts)
         if (sizes.state >= CALLS).any():
             self._part("train", self.problem or ctx.error)
@@ -182,17 +252,16 @@ class StepOperations:
             ctx.replicas.append(
                 ReplicaRoute(peers, members, ctx.owner, self.plan, ctx.window, self.keys, self._owner_dedup, ctx.arena)
             )
-        for k, awaiting in self.awaiting.items():
-            if awaiting.is_due(ctx.step):
-                ctx.revisited[k] = awaiting.before(ctx.step)
-            awaiting.add(ctx.step, ctx.owner.tables[k].keys_V)
+        self.averaging.route(ctx)
 
     def meet(self, call: str) -> None:
         """Before a call in which workers talk to each other: raises on all of them if one makes another call, or cannot make
-        it because of what its on_step has raised. The message is that of ROUTE, where those may be that go on training."""
+        it because of what its on_step has raised. The message is that of ROUTE (of DEAL, if there is one), where those may be
+        that go on training."""
         if self.keys.world == 1 and self.problem is None:
             return
-        states = self._states(FAILED if self.problem is not None else CALLS + zlib.crc32(call.encode()))
+        mine = FAILED if self.problem is not None else CALLS + zlib.crc32(call.encode())
+        states = self._states(mine) if self.dealer is None else self.dealer.meet(mine).state_W
         if (states == FAILED).any() or (states != states[0]).any():
             self._part(call, self.problem)
 
@@ -260,10 +329,8 @@ class StepOperations:
             distinct = distinct[: self._store_dedup(positions, distinct, places)]
             owned.merge(places)
             positions = distinct
-        if k in ctx.revisited:
-            positions = self._with_revisited(ctx, k, positions)
-        elif self.plan.is_averaged(k):
-            positions = self._own(owned, positions)
+        if self.plan.is_averaged(k):
+            positions = self.averaging.wanted(ctx, k, positions)
         if buffer is None:
             assert isinstance(store, MemoryStore)
             rows, used = store.rows, positions
@@ -274,26 +341,6 @@ class StepOperations:
         ctx.rows.append(rows)
         ctx.positions.append(used)
         ctx.in_tier.append(positions)
-
-    def _with_revisited(self, ctx: Context, k: int, positions: np.ndarray) -> np.ndarray:
-        """These distinct positions, and behind them those of rows that steps before have used and that are to be averaged."""
-        store = self.stores[k]
-        both = self._distinct(np.concatenate([positions, store.directory.find_any(ctx.revisited[k])]))
-        store.mark(both[len(positions) :], ctx.step)
-        return both
-
-    def _own(self, owned: OwnedKeys, positions: np.ndarray) -> np.ndarray:
-        """Those that this group uses: rows of the others, which are not averaged yet, need not be brought here."""
-        used = np.zeros(len(positions), bool)
-        used[owned.row_E] = True
-        owned.merge(np.where(used, np.cumsum(used) - 1, -1).astype(np.int32))
-        return positions[used]
-
-    def _distinct(self, positions: np.ndarray) -> np.ndarray:
-        """In the order in which they come first, which is the same on all replicas; without those of rows given up meanwhile."""
-        positions = positions[positions >= 0]
-        distinct, places = np.empty_like(positions), np.empty(len(positions), np.int32)
-        return distinct[: self._store_dedup(positions, distinct, places)]
 
     def sync(self, ctx: Context) -> None:
         """Rows that the batch before used too: from its buffer into this one's. (Rows used in place need none.)"""
@@ -334,16 +381,33 @@ class StepOperations:
     def inputs(self, ctx: Context, m: int, *, train: bool) -> tuple[Batch, dict[str, Any]]:
         """Micro-batch m and its rows, as the model gets them."""
         batch = ctx.inputs[m]
-        leaves = ctx.leaves[m] = self._gather(ctx, m)
+        leaves = ctx.leaves[m] = self._gather(ctx, m, [f for f in self.plan.features if not f.streamed])
+        streams = ctx.streams[m] = [self._stream(ctx, m, f, train=train) for f in self.plan.features if f.streamed]
         for leaf in leaves.values():
             leaf.requires_grad_(train)
-        return batch, self._rows_of(batch, leaves)
+        of_streams = {stream.feature: stream.streamed(batch.keys[stream.feature].offsets) for stream in streams}
+        return batch, self._rows_of(batch, leaves) | of_streams
 
-    def _gather(self, ctx: Context, m: int) -> dict[str, torch.Tensor]:
+    def _stream(self, ctx: Context, m: int, feature: Feature, *, train: bool) -> RowStream:
+        """The same without a copy: rows stay in the buffer in which they came until the batch ends, and their gradients are added
+        to the batch's by the model's backward."""
+        entries = ctx.source.entries[feature.name]
+        offsets = entries.of(m, ctx.inputs[m].size)
+        mine = slice(offsets[0], offsets[-1])
+        return RowStream(
+            feature.name,
+            ctx.received[entries.dim],
+            entries.positions[mine],
+            ctx.grads[entries.dim] if train else None,
+            entries.grad_positions[mine],
+            self.dense_part.device,
+        )
+
+    def _gather(self, ctx: Context, m: int, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
         """A copy of the rows of micro-batch m, or of its bags, per feature."""
         vectors = {}
         size, received = ctx.inputs[m].size, {dim: rows_of(vectors) for dim, vectors in ctx.received.items()}
-        for feature in self.plan.features:
+        for feature in features:
             entries = ctx.source.entries[feature.name]
             source, offsets = received[entries.dim], entries.of(m, size)
             if feature.pooling is None:
@@ -359,6 +423,7 @@ class StepOperations:
         return {
             f.name: vectors[f.name] if f.pooling else Jagged(vectors[f.name], batch.keys[f.name].offsets)
             for f in self.plan.features
+            if f.name in vectors
         }
 
     def fwd(self, ctx: Context, m: int) -> None:
@@ -374,10 +439,15 @@ class StepOperations:
         if not batch.size:
             return
         doubt = self._try_mixing(ctx, m) if self._trials else None
-        output = self.dense_part.forward(batch, rows)
+        tokens = int(self._lengths(batch).sum())
+        if self.flops.counts(ctx.step):
+            output = self.flops.forward(lambda: self.dense_part.forward(batch, rows), batch, tokens=tokens)
+        else:
+            output = self.dense_part.forward(batch, rows)
         if doubt is not None and self.rows.rank == 0:
             log.warning(
-                f"{doubt}. Set mixes_samples in the model to say that it does (True), or does not or is meant so (False)"
+                f"{doubt}. Set mixes_samples in the model to say that it does (True), is meant so "
+                f"('micro-batch'), or does not (False)"
             )
         ctx.outputs[m] = output
         losses = output.losses.detach()
@@ -385,16 +455,16 @@ class StepOperations:
         ctx.totals[LOSS] += float(losses.double().sum())
         ctx.totals[WEIGHT] += float(weights.double().sum())
         ctx.totals[SAMPLES] += batch.size
+        ctx.totals[TOKENS] += tokens
         for what, values in (("loss", losses), ("weight", weights)):
             if torch.isfinite(values).all():
                 continue
             ctx.totals[BAD] += 1
             if not self._skip_nonfinite:
                 sample = int((~torch.isfinite(values)).nonzero()[0])
-                number = ctx.window.bounds[m] + sample
-                number = number if ctx.order is None else int(ctx.order[number])
+                name = ctx.named(ctx.window.bounds[m] + sample)
                 raise ValueError(
-                    f"the {what} of sample {number} is {float(values[sample])}; look at that sample and at "
+                    f"the {what} of {name} is {float(values[sample])}; look at that sample and at "
                     f"the learning rates, or set on_nonfinite='skip' to leave such batches out and count them"
                 )
 
@@ -409,7 +479,7 @@ class StepOperations:
             self._trials = 0
             return None
         batch = ctx.batch.slice(0, last).to(self.dense_part.device)
-        parts = [self._gather(ctx, k) for k in range(m + 1)]
+        parts = [self._gather(ctx, k, self.plan.features) for k in range(m + 1)]
         vectors = {f.name: torch.cat([part[f.name] for part in parts]) for f in self.plan.features}
         trial = try_mixing(self.dense_part.model, batch, self._rows_of(batch, vectors))
         if trial.learns or trial.doubt is not None:
@@ -419,23 +489,36 @@ class StepOperations:
     def bwd(self, ctx: Context, m: int) -> None:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
         output = ctx.outputs.pop(m, None)
-        leaves = ctx.leaves.pop(m, {})
+        leaves, streams = ctx.leaves.pop(m, {}), ctx.streams.pop(m, [])
         last = m == ctx.window.micro_batches - 1
         if output is not None and output.losses.requires_grad:
             ctx.totals[TRAINABLE] += 1
-            self.dense_part.backward(output.losses.sum(), last=last)
+            loss = output.losses.sum()
+            if self.flops.counts(ctx.step):
+                self.flops.backward(lambda: self.dense_part.backward(loss, last=last))
+            else:
+                self.dense_part.backward(loss, last=last)
+        for stream in streams:
+            stream.close()
         if output is not None and ctx.error is None:
-            self._backward_rows(ctx, m, leaves)
+            self._backward_rows(ctx, m, leaves, streams)
         if last and ctx.error is None:
             self._check_dense_gradients(ctx)
 
-    def _backward_rows(self, ctx: Context, m: int, leaves: dict[str, torch.Tensor]) -> None:
+    def _backward_rows(
+        self, ctx: Context, m: int, leaves: dict[str, torch.Tensor], streams: Sequence[RowStream]
+    ) -> None:
         size = ctx.inputs[m].size
         grads_of = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         if not all_finite(list(grads_of.values())):
             name, grad = next((n, g) for n, g in grads_of.items() if not torch.isfinite(g).all())
             self._not_finite(ctx, f"feature {name!r}", float(grad[~torch.isfinite(grad)][0]))
+        for stream in streams:
+            if stream.not_finite is not None:
+                self._not_finite(ctx, f"feature {stream.feature!r}", stream.not_finite)
         for feature in self.plan.features:
+            if feature.streamed:  # done, in the model's backward
+                continue
             entries = ctx.source.entries[feature.name]
             offsets, positions, grads = entries.of(m, size), entries.grad_positions, ctx.grads[entries.dim]
             values = grads_of[feature.name].cpu().contiguous().numpy()
@@ -480,6 +563,8 @@ class StepOperations:
                 is_ours=self.rows.rank == 0,
             )
         self.quitting |= bool(ctx.totals[QUIT])
+        # The user may set others for the next batch before this one's update is applied.
+        ctx.row_lrs = [store.lr for store in self.stores]
         ctx.trains = bool(ctx.totals[BAD] == 0 and ctx.totals[WEIGHT] != 0)
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
@@ -512,48 +597,30 @@ class StepOperations:
                     sharers = routes[k].sharers(k, len(positions))[used]
                 grads = grads._replace(start=np.append(grads.start[used], grads.start[-1]))
                 positions = positions[used]
-            store.update(positions, grads, scale, rows=ctx.rows[k], sharers=sharers)
+            store.update(positions, grads, scale, rows=ctx.rows[k], sharers=sharers, lr=ctx.row_lrs[k])
         if self._versions is not None:
             for k, buffer in enumerate(self.buffers):
                 self._versions.update(k, ctx.step, buffer)
 
     def average(self, ctx: Context) -> None:
         """Of tables whose replicas are averaged: every so many steps, the rows used since, with their state."""
-        for k in ctx.revisited:
-            self._average(k, ctx.rows[k], ctx.positions[k], ctx.arena)
-
-    def _average(self, k: int, rows: Rows, positions: np.ndarray, arena: Arena) -> None:
-        store, raw = self.stores[k], rows._replace(half=False)
-        words = arena.take(f"records {k}", (len(positions), store.record_words), np.float32)
-        gather(raw, positions, NONE, words)
-        average(words, self.plan.peers[k].tolist(), self.rows, store.average, arena)
-        records.put(words, positions, raw)
-
-    def settle_replicas(self, steps: int) -> None:
-        """Between steps, before tables are saved: what waits to be averaged is, so that all replicas are alike."""
-        for k, awaiting in self.awaiting.items():
-            store = self.stores[k]
-            positions = self._distinct(store.directory.find_any(awaiting.before(steps)))
-            if isinstance(store, MemoryStore):
-                self._average(k, store.rows, positions, Arena())
-            else:
-                words, buffer = store.words(positions), self.buffers[k]
-                self._average(k, store.rows_in(words), np.arange(len(positions)), Arena())
-                store.write_back(positions, words)
-                assert buffer is not None
-                buffer.forget()  # the next batch is to read them from the tier, not from the batch before
-            store.mark(positions, max(0, steps - 1))
-            awaiting.settle(steps)
+        self.averaging.average(ctx)
 
     def dense(self, ctx: Context) -> None:
         """The same for the dense optimizer. The batch has its result."""
-        loss, weight, samples = ctx.totals[[LOSS, WEIGHT, SAMPLES]].tolist()
+        loss, weight, samples, tokens = ctx.totals[[LOSS, WEIGHT, SAMPLES, TOKENS]].tolist()
         if ctx.trains:
             self.dense_part.update(1.0 / weight)
         else:
             self.dense_part.forget()
+        lengths = self._lengths(ctx.batch).astype(np.float64)
+        self.loads.append(Load(ctx.seconds, lengths.sum(), (lengths * lengths).sum(), ctx.undealt, ctx.dealt))
         loss = loss / weight if weight else float("nan")
-        ctx.result = StepResult(ctx.step + 1, loss, int(samples), weight, skipped=bool(ctx.totals[BAD]))
+        skipped = bool(ctx.totals[BAD])
+        ctx.result = StepResult(ctx.step + 1, loss, int(samples), weight, skipped=skipped, tokens=int(tokens))
+
+    def _lengths(self, batch: Batch) -> np.ndarray:
+        return NONE if self._tokens is None else batch.keys[self._tokens].lengths.numpy()
 
     def writeback(self, ctx: Context) -> None:
         """Rows of the buffer to their tier, also those of a batch that was left out: new ones are nowhere else."""

@@ -18,10 +18,12 @@ from nestpipe.engine.context import StepResult
 from nestpipe.engine.describe import overlap
 from nestpipe.engine.draws import watched
 from nestpipe.engine.engine import Around, Engine
+from nestpipe.engine.flops import Work
 from nestpipe.engine.loader import Loader, checked
 from nestpipe.engine.placing import place_by_first_batch
 from nestpipe.engine.step import StepOperations
 from nestpipe.engine.tuning import STEPS, Tuning
+from nestpipe.engine.waiting import MEASURED, Waiting, fit_squares, gather
 from nestpipe.errors import TrainingError, describe, from_the_users_line
 from nestpipe.exchange.mesh import Mesh
 from nestpipe.schedule.setting import Setting
@@ -41,14 +43,33 @@ class FitResult:
     last_loss: float = float("nan")
     skipped: int = 0  # batches left out because something in them was not finite
     balance: Balance | None = None  # of tables over workers
+    waiting: Waiting | None = None  # for the worker that has most to compute
+    tokens: int = 0  # keys of the first sequence feature
+    work: Work | None = None  # what the model computes, and the machine could
 
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
 
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Floating-point operations of the model over those that plain matrix products do in the same time; None if they could
+        not be counted, `work.why_not` says why."""
+        return self.mfu_over(self.seconds)
+
+    def mfu_over(self, seconds: float) -> float | None:
+        if self.work is None:
+            return None
+        return self.work.utilization(tokens=self.tokens, samples=self.samples, seconds=seconds)
+
     def add(self, result: StepResult) -> None:
         self.steps += 1
         self.samples += result.samples
+        self.tokens += result.tokens
         self.skipped += result.skipped
         if result.weight and not result.skipped:
             self.first_loss = result.loss if np.isnan(self.first_loss) else self.first_loss
@@ -78,12 +99,14 @@ class Training:
         self.stopped = False  # whether `fit` has returned because a worker was asked to stop
         self.around: Around | None = None  # see Engine
         self.tuning = Tuning() if setting.is_auto else None  # until it is done
+        self.measures_balance = setting.balance == "auto"  # until it is done
         self.records, self._skip, self._data_timeout = record, skip_nonfinite, data_timeout
         self._names = [feature.name for feature in ops.plan.features]
         self._taken = 0  # batches that this worker has taken from its data before this call, those left out included
         self._loader: Loader | None = None
         self._left: tuple[Any, Loader] | None = None  # an iterator, and who has read ahead in it
         self._balance: Balance | None = None  # of the last call of fit
+        self._waiting: Waiting | None = None
         self._told = False  # what travels how: said once, after the first batch has decided it
         self.cut_into(setting.parts)
 
@@ -103,7 +126,10 @@ class Training:
         mesh = [self._mesh.describe()] if self.ops.plan.together else []
         known = self._balance is not None and self.ops.rows.world > 1
         balance = [f"balance of the last fit, the most of a worker over the mean: {self._balance}"] if known else []
-        return [*self.ops.plan.describe(), *mesh, *lines, *balance, *process.describe()]
+        waiting = (
+            [f"waiting for the slowest worker in the last fit: {self._waiting}"] if self._waiting and known else []
+        )
+        return [*self.ops.plan.describe(), *mesh, *lines, *balance, *waiting, *process.describe()]
 
     def fit(
         self, batches: Iterable[Batch], *, steps: int | None, on_step: OnStep | None, pauses: Sequence[int]
@@ -121,6 +147,7 @@ class Training:
             keep=self.engine.schedule.look_ahead + 3,
         )
         self._loader, self.stopped, counts = loader, False, Counts(self.ops)
+        self.ops.loads.clear()
         fitted, begin, end = FitResult(), time.perf_counter(), sys.maxsize if steps is None else self.steps + steps
         failure: BaseException | None = None
 
@@ -156,6 +183,8 @@ class Training:
         fitted.seconds = time.perf_counter() - begin
         fitted.skipped += int(self.ops.rows.sum(np.array([loader.skipped]))[0])
         fitted.balance = self._balance = counts.gather()
+        fitted.waiting = self._waiting = gather(self.ops.loads, self.ops.rows)
+        fitted.work = self.ops.flops.gather(self.ops.rows, self.ops.dense_part.device)
         if not fitted.steps and steps != 0 and first:
             log.warning("fit has trained nothing: no worker had a batch")
         return fitted
@@ -164,6 +193,10 @@ class Training:
         if self.tuning is not None:
             raise ValueError(
                 "micro_batches='auto' is measured by fit; give a number to a trainer whose loop is your own"
+            )
+        if self.measures_balance:
+            raise ValueError(
+                "balance='auto' is measured by fit; give a number, or 'tokens', to a trainer whose loop is your own"
             )
         results: list[StepResult] = []
 
@@ -191,7 +224,9 @@ class Training:
     def _next_stop(self, end: int, pauses: Sequence[int]) -> int:
         """The step up to which the pipeline need not run empty."""
         stops = [end, *(self.steps - self.steps % every + every for every in pauses)]
-        if self.tuning is not None:
+        if self.measures_balance:
+            stops.append(self.steps + MEASURED)
+        elif self.tuning is not None:
             stops.append(self.steps + STEPS)
         return min(stops)
 
@@ -207,8 +242,11 @@ class Training:
         finally:
             if self.torn is None:
                 loader.give_back(loader.taken - taken - self.engine.trained)
-        if self.tuning is not None and not self.stopped:
-            self._tune(self.tuning)
+        if not self.stopped:
+            if self.measures_balance:
+                self._measure_balance()
+            elif self.tuning is not None:
+                self._tune(self.tuning)
         return self.steps == stop and not self.stopped
 
     def _run(
@@ -220,7 +258,7 @@ class Training:
         abandon: Callable[[], None] = lambda: None,
     ) -> None:
         """Trains up to step `stop` (exclusive), or until no worker has data."""
-        if self.ops.plan.unplaced:
+        if self.ops.plan.unplaced or self.ops.plan.unchosen:
             read = place_by_first_batch(self.ops, read)
         model, self.engine.around = self.ops.dense_part.model, self.around
         if not model.training:  # modules that the user has put into eval mode inside a model that trains stay so
@@ -246,9 +284,9 @@ class Training:
     def _finished(self, result: StepResult, on_step: OnStep | None) -> None:
         self.steps += 1
         self.skipped += result.skipped
-        if self.tuning is not None:
+        if self.tuning is not None and not self.measures_balance:
             self.tuning.tick(result, self.ops.rows.world)
-        elif not self._told:
+        elif not self._told and self.tuning is None:
             self._told = True
             if self.ops.rows.rank == 0:
                 for line in self.describe():
@@ -264,6 +302,19 @@ class Training:
                 self.ops.problem = error
         if self.ops.parted is not None:  # it made a call that another worker did not, and all have heard of it
             raise self.ops.parted
+
+    def _measure_balance(self) -> None:
+        """After a run of steps in which samples have stayed where they were read: fixes what they cost."""
+        if len(self.ops.loads) < MEASURED:
+            return
+        self.balance_by(fit_squares(self.ops.loads, self.ops.rows), f"fits {len(self.ops.loads)} steps of all workers")
+
+    def balance_by(self, squares: float, why: str) -> None:
+        """From here on samples are dealt, by tokens and so much for the square of a sample's."""
+        self.ops.squares, self.measures_balance = squares, False
+        self.ops.loads.clear()  # of steps before
+        if self.ops.rows.rank == 0:
+            process.tell(f"balance: {squares:g} [auto; {why}]")
 
     def _tune(self, tuning: Tuning) -> None:
         """After a run of steps: tries another number of micro-batches, or fixes it."""

@@ -22,7 +22,8 @@ from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.engine.step import StepOperations, Store
 from nestpipe.engine.training import Training
 from nestpipe.exchange.mesh import Mesh
-from nestpipe.exchange.plan import ExchangePlan, place
+from nestpipe.exchange.plan import ExchangePlan, place, with_twins
+from nestpipe.exchange.samples import Dealer, token_feature
 from nestpipe.exchange.transport import Transport
 from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
@@ -70,40 +71,60 @@ class Worker:
         self.lr_factor = 1.0
         self._seed, self._storage, self._opened = options.seed, storage, opened
         self._calls: list[tuple[str, float]] = []  # that are running, the innermost last; since when
-        # Keys, rows and dense gradients travel in groups of their own: each is used by one thread, in one order.
+        # Keys, rows, dense gradients and samples travel in groups of their own: each is used by one thread, in one order.
         self.keys, self.rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
         opened.callback(self.keys.close)
         opened.callback(self.rows.close)
         self.rank, self.world = self.rows.rank, self.rows.world
         setting, skips = options.setting, options.on_nonfinite == "skip"
-        refuse_mixing(model, rank=self.rank, world=self.world, micro_batches=setting.micro_batches)
+        refuse_mixing(
+            model, rank=self.rank, world=self.world, micro_batches=setting.micro_batches, balance=setting.balance
+        )
         self.dense = self.rows.together(lambda: Dense(model, dense_optimizer), what="model and dense_optimizer")
         self.rows.compare({**declarations(tables, features), **options.declared(), **self.dense.declared()})
         if self.group is not None and self.world > 1:
             self.dense.connect(self.group)
+        # With one worker nothing travels, so that it makes no difference who is beside whom, or who has what.
+        setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none", balance="none")
+        dealer = self._dealer(features, data_timeout) if setting.deals else None
         machines = self.rows.gather_objects(socket.gethostname())
         self.mesh = Mesh.of(machines, replicas=setting.replicas, near=setting.near)
-        plan = ExchangePlan(tables, features, place(tables, features, self.mesh, self.rank))
+        held = with_twins(tables, self.mesh)
+        plan = ExchangePlan(held, features, place(held, features, self.mesh, self.rank))
         self.ops = StepOperations(
             plan,
             self._open_stores(plan),
             self.keys,
             self.rows,
             self.dense,
+            dealer=dealer,
             skip_nonfinite=skips,
             check_freshness=options.check_freshness,
+            stale_by=setting.stale_by,
             try_mixing=setting.micro_batches != 1,
         )
-        # With one worker nothing travels, so that it makes no difference who is beside whom.
-        setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none")
+        self.ops.squares = setting.squares
         self.training = Training(
             self.ops, setting, self.mesh, record=options.record, skip_nonfinite=skips, data_timeout=data_timeout
         )
         self.evaluation = Evaluation(self.ops, data_timeout=data_timeout)
         if self.world > 1:
             timeout = process.patience(data_timeout).total_seconds()
-            heart = Heartbeat(self.rows, (self.keys, self.rows, self.dense), self._doing, timeout=timeout)
+            heart = Heartbeat(self.rows, self._places(), self._doing, timeout=timeout)
             opened.callback(heart.close)
+
+    def _dealer(self, features: Sequence[Feature], timeout: float) -> Dealer:
+        """Made by all workers, or by none."""
+        tokens = token_feature(features)
+        assert tokens is not None, "Trainer has seen to it"
+        samples = Transport(self._new_group(timeout))
+        self._opened.callback(samples.close)
+        return Dealer(samples, tokens)
+
+    def _places(self) -> tuple[Transport | Dense, ...]:
+        """Where this worker may wait for others."""
+        samples = () if self.ops.dealer is None else (self.ops.dealer.transport,)
+        return self.keys, self.rows, self.dense, *samples
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None
@@ -191,7 +212,7 @@ class Worker:
     def _doing(self) -> tuple[str, float] | None:
         """For others that wait for this worker: what it does, and since when; None if it waits as well, or is not asked to do
         anything."""
-        places = (self.keys, self.rows, self.dense)
+        places = self._places()
         waits = any(place.waiting_since is not None for place in places)
         work = self.training.engine.longest_work()
         if work is not None and not (waits and work[0].startswith("on_step")):

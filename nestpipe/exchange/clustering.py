@@ -95,17 +95,22 @@ def _rows(
     """Keys as rows 0, 1, ... over all tables: feature_start and ids as `distinct_rows` takes them; width and owner of each."""
     starts, ids, widths, owners = [], [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
     num_ids = num_rows = 0
-    for table, features, of_table in zip(plan.tables, plan.features_of, plan.owners, strict=True):
+    for k in plan.declared:
+        table = plan.tables[k]
         if table.pooled_at == "owner":
             continue  # a vector for each bag, whatever its keys
-        parts = [batch.keys[feature.name] for feature in features]
+        parts = [batch.keys[feature.name] for feature in plan.features_of[k]]
         for part in parts:
             starts.append(part.offsets.numpy() + num_ids)
             num_ids += len(part.values)
         keys = np.concatenate([np.empty(0, np.int64), *(part.values.numpy() for part in parts)])
         unique, inverse = np.empty_like(keys), np.empty(len(keys), np.int32)
         num_distinct = dedup(keys, unique, inverse)
-        owners.append(owners_of(shards(unique[:num_distinct]), of_table))
+        owner = owners_of(shards(unique[:num_distinct]), plan.owners[k])
+        hot = plan.hot[k]
+        if hot is not None:
+            owner[hot.contains(unique[:num_distinct])] = plan.owners[plan.twins[k]][0]  # this worker itself
+        owners.append(owner)
         ids.append(inverse + np.int32(num_rows))
         widths.append(np.full(num_distinct, table.dim, np.float32))
         num_rows += num_distinct

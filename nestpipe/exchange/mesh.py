@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from nestpipe.schedule.setting import NEAR
@@ -67,7 +68,9 @@ class Mesh:
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """The same as torch has it, for the dense part of one's own program. All workers call it: it makes process groups."""
-        return DeviceMesh(device_type, torch.from_numpy(self.ranks.copy()), mesh_dim_names=AXES)
+        mesh = DeviceMesh(device_type, torch.from_numpy(self.ranks.copy()), mesh_dim_names=AXES)
+        dist.barrier()  # a worker that left the groups at once would break the connections that others still make to it
+        return mesh
 
     def describe(self) -> str:
         groups = " | ".join(_ranges(group.tolist()) for group in self.ranks)

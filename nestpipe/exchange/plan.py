@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from nestpipe.exchange.hot import HotKeys
 from nestpipe.exchange.mesh import Mesh
 from nestpipe.schedule.ops import AVERAGE, MERGE
-from nestpipe.tables import Feature, Table, check_declarations
+from nestpipe.tables import Feature, HotRows, Table, check_declarations
 
 WORTH_IT = 0.8  # a table is worth one worker of its own where it then sends at most this share of the bytes
 
@@ -59,10 +60,20 @@ def place(tables: Sequence[Table], features: Sequence[Feature], mesh: Mesh, rank
     return holders
 
 
+def with_twins(tables: Sequence[Table], mesh: Mesh) -> list[Table]:
+    """The tables, and behind them those of their hot rows, where not every worker holds all rows anyway."""
+
+    def is_spread(table: Table) -> bool:
+        return mesh.world > 1 if table.replicas == 1 else mesh.shards > 1
+
+    return [*tables, *(HotRows.of(table) for table in tables if table.hot and is_spread(table))]
+
+
 class ExchangePlan:
     """Tables of one dim share a message, so that the number of collectives does not grow with the number of tables.
 
-    tables, features: as declared; a table is referred to by its place in `tables`.
+    tables, features: as declared, twins behind; a table is referred to by its place in `tables`.
+    twins: {k: its hot rows, as a table}. hot[k]: which keys they are; None: not chosen yet, or there are none to be.
     features_of[k]: the features that read table k.
     groups: {dim: [k, ...]}.
     owners[k], peers[k]: who holds table k, see Holders.
@@ -76,7 +87,7 @@ class ExchangePlan:
     def __init__(
         self, tables: Sequence[Table], features: Sequence[Feature], holders: Sequence[Holders] | None = None
     ) -> None:
-        check_declarations(tables, features)
+        check_declarations([table for table in tables if not isinstance(table, HotRows)], features)
         holders = place(tables, features, Mesh.flat(1), 0) if holders is None else holders
         self.owners = [of_table.owners for of_table in holders]
         self.peers = [of_table.peers for of_table in holders]
@@ -86,6 +97,9 @@ class ExchangePlan:
             if len(peers) > 1:
                 self.together.setdefault(tuple(peers.tolist()), []).append(k)
         self.tables = list(tables)
+        names = [table.name for table in tables]
+        self.twins = {names.index(t.name): k for k, t in enumerate(tables) if isinstance(t, HotRows)}
+        self.hot: list[HotKeys | None] = [None] * len(tables)
         self.features = list(features)
         self.features_of = [[f for f in features if f.table == table.name] for table in tables]
         self.groups: dict[int, list[int]] = {}
@@ -93,6 +107,8 @@ class ExchangePlan:
             self.groups.setdefault(table.dim, []).append(k)
         self.at_owner: list[bool | None] = [self._declared(k) for k in range(len(tables))]
         self.why: list[str] = ["every worker holds it" if everywhere else "declared" for everywhere in self._everywhere]
+        for k in self.twins:
+            self.why[k] = "as it has hot rows"
         self.placed: list[str | None] = [self._placed(k) for k in range(len(tables))]
 
     def _placed(self, k: int) -> str | None:
@@ -116,6 +132,8 @@ class ExchangePlan:
                     f"table {table.name!r} is declared pooled_at='owner' but feature {sequences[0]!r} is a sequence, which "
                     f"needs its rows one by one; use 'auto' or 'source', or give the pooled features a table of their own"
                 )
+            return False
+        if k in self.twins or isinstance(table, HotRows):
             return False
         if self._everywhere[k]:
             return True
@@ -148,9 +166,19 @@ class ExchangePlan:
     def unplaced(self) -> list[int]:
         return [k for k, why in enumerate(self.placed) if why is None]
 
+    @property
+    def unchosen(self) -> list[int]:
+        """Tables whose hot keys are still to be chosen."""
+        return [k for k in self.twins if self.hot[k] is None]
+
+    @property
+    def declared(self) -> range:
+        """The tables without twins."""
+        return range(len(self.tables) - len(self.twins))
+
     def decisions(self) -> dict[str, list[Any]]:
         """All that may still change, as it is now; for `put_back`."""
-        return {name: list(getattr(self, name)) for name in ("tables", "owners", "at_owner", "why", "placed")}
+        return {name: list(getattr(self, name)) for name in ("tables", "owners", "at_owner", "why", "placed", "hot")}
 
     def put_back(self, decisions: dict[str, list[Any]]) -> None:
         for name, of_tables in decisions.items():
@@ -180,15 +208,22 @@ class ExchangePlan:
     def describe(self) -> list[str]:
         """One line per table for the run's report."""
         lines = []
-        for k, table in enumerate(self.tables):
+        for k in self.declared:
+            table = self.tables[k]
             how = {True: "pooled at the owner", False: "rows to the source", None: "not decided yet"}[self.at_owner[k]]
             names = ", ".join(f"{f.name} ({f.pooling or 'sequence'})" for f in self.features_of[k])
             held = "" if table.owners is None else f"held by {_some(self.owners[k].tolist())}, "
             if table.owners == "auto":
                 held = f"{held[:-2]} [auto: {self.placed[k] or 'not decided yet'}], "
-            held += self._replicas(k)
+            held += self._replicas(k) + self._hot_rows(k)
             lines.append(f"table {table.name}: dim {table.dim}, {held}{how} [{self.why[k]}]; features: {names}")
         return lines
+
+    def _hot_rows(self, k: int) -> str:
+        if k not in self.twins:
+            return ""
+        hot = self.hot[k]
+        return f"{'hot rows not chosen yet' if hot is None else f'{len(hot):,} hot rows on every worker'}, "
 
     def _replicas(self, k: int) -> str:
         if len(self.peers[k]) == 1:

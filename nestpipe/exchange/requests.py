@@ -30,6 +30,12 @@ class TableKeys:
     weights: np.ndarray  # [T] or empty
     num_features: int
 
+    def part(self, chosen_T: np.ndarray) -> TableKeys:
+        """Those of the keys, in the same lists. (Weights are the feature's: it reads both parts.)"""
+        before = np.zeros(len(chosen_T) + 1, np.int64)
+        np.cumsum(chosen_T, out=before[1:])
+        return TableKeys(self.keys[chosen_T], before[self.offsets], ONES, self.num_features)
+
 
 @dataclasses.dataclass
 class RowRequest:
@@ -55,13 +61,20 @@ class BagRequest:
 
 
 class Requests:
-    """tables[k]: the keys of table k. rows[k], bags[k]: what is asked for as the plan says; both while it is undecided."""
+    """whole[k]: the keys of table k as its features have them. hot[k]: which of them [T] are those of its twin, if it has one.
+    tables[k]: the keys of table k, without those. rows[k], bags[k]: what is asked for as the plan says; both while undecided."""
 
     def __init__(
         self, batch: Batch, plan: ExchangePlan, window: Window, world: int, dedup: Deduplicator, arena: Arena
     ) -> None:
         self._plan, self._window, self._world, self._arena = plan, window, world, arena
-        self.tables = [self._keys(features, batch) for features in plan.features_of]
+        self.whole = [self._keys(plan.features_of[k], batch) for k in plan.declared]
+        self.tables, self.hot = list(self.whole), {}
+        for k in plan.twins:  # which stand behind all others, in this order
+            table, chosen = self.whole[k], plan.hot[k]
+            self.hot[k] = np.zeros(len(table.keys), bool) if chosen is None else chosen.contains(table.keys)
+            self.tables[k] = table.part(~self.hot[k])
+            self.tables.append(table.part(self.hot[k]))
         self.rows = {k: self._rows(k, t, dedup) for k, t in enumerate(self.tables) if plan.at_owner[k] is not True}
         self.bags = {k: self._bags(k, t) for k, t in enumerate(self.tables) if plan.at_owner[k] is not False}
 

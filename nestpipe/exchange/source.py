@@ -71,11 +71,15 @@ class SourceRoute:
         self.layout = payload_layout(self.sizes, plan, window)
         self.payload = arena.take("payload out", self.layout.total, np.int32)
         self.entries: dict[str, Entries] = {}
-        for k, table in enumerate(tables):
+        for k, table in enumerate(requests.whole):
             if plan.at_owner[k]:
                 self._lay_out_bags(k, table, bags[k])
-            else:
-                self._lay_out_rows(k, table, rows[k])
+                continue
+            positions = self._lay_out_rows(k, rows[k])
+            if k in plan.twins:
+                others = self._lay_out_rows(plan.twins[k], rows[plan.twins[k]])
+                positions = self._united(k, requests.hot[k], positions, others)
+            self._enter(k, table, *positions)
 
     def _count_grads(self, rows: RowRequest) -> np.ndarray:
         """How many gradients go to each worker with each part [P, W]."""
@@ -89,7 +93,8 @@ class SourceRoute:
         """The worker of each segment, where segments lie by part, then worker."""
         return np.tile(np.arange(self._world), self._window.parts)
 
-    def _lay_out_rows(self, k: int, table: TableKeys, rows: RowRequest) -> None:
+    def _lay_out_rows(self, k: int, rows: RowRequest) -> tuple[np.ndarray, np.ndarray]:
+        """Where the row of each key will lie, and where its gradient."""
         take, counts, word_start = self._arena.take, rows.counts.ravel(), self.layout.start[k]
         # In the payload by worker, then part; in buffers by part, then worker.
         in_payload = (np.cumsum(rows.counts, axis=0) - rows.counts).ravel()
@@ -104,6 +109,22 @@ class SourceRoute:
             copy_segments(last, segment, target, word_start[3][worker] * (4 // size) + in_payload, counts)
             places_by_part(last, counts, worker, self.grads.start[k].copy(), places)
             grad_positions = self._positions(f"grad positions {k}", rows, places)
+        return positions, grad_positions
+
+    def _united(
+        self, k: int, hot_T: np.ndarray, rest: tuple[np.ndarray, np.ndarray], hot: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same of a table's keys as they were, from those of the table and of its twin."""
+
+        def unite(name: str, of_rest: np.ndarray, of_hot: np.ndarray) -> np.ndarray:
+            both = self._arena.take(name, len(hot_T), np.int32)
+            both[hot_T], both[~hot_T] = of_hot, of_rest
+            return both
+
+        positions = unite(f"united positions {k}", rest[0], hot[0])
+        return positions, positions if rest[1] is rest[0] else unite(f"united grad positions {k}", rest[1], hot[1])
+
+    def _enter(self, k: int, table: TableKeys, positions: np.ndarray, grad_positions: np.ndarray) -> None:
         features = self._plan.features_of[k]
         for i, feature in enumerate(features):
             weights = table.weights if feature.pooling else ONES

@@ -112,11 +112,24 @@ class Transport:
             dist.all_to_all_single(as_tensor(received), as_tensor(table), group=self._group)
         return received
 
+    def gather(self, mine: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Everybody's numbers, end to end by rank; counts: how many each has."""
+        padded = np.zeros((self.world, int(counts.max())), mine.dtype)
+        padded[:, : len(mine)] = mine
+        return self.exchange_rows(padded)[np.arange(padded.shape[1]) < counts[:, None]]
+
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Element-wise sum over all workers, in place."""
         if self.world > 1:
             with self._waiting():
                 dist.all_reduce(as_tensor(values), group=self._group)
+        return values
+
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        """Element-wise largest over all workers, in place."""
+        if self.world > 1:
+            with self._waiting():
+                dist.all_reduce(as_tensor(values), op=dist.ReduceOp.MAX, group=self._group)
         return values
 
     def any(self, mine: bool) -> bool:

@@ -7,6 +7,7 @@ Where the order of a sum is part of a kernel's contract, the sum is a loop. `gat
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from itertools import chain
@@ -407,4 +408,46 @@ def sums_by_row(row_of: Tensor, num_rows: int, grads: Tensor, origins: Tensor, w
     out = torch.zeros(num_rows, grads.shape[1])
     for e, row in enumerate(row_of.tolist()):
         out[row] += grads[origins[e]] * (weights[e] if len(weights) else 1)
+    return out
+
+
+def deal(cost: Tensor, home: Tensor, world: int) -> Tensor:
+    """The worker of each sample: dearest first, at home while that has no more than an even part, else where there is least."""
+    even, load = float(cost.sum()) / world, [0.0] * world
+    worker = home.clone()
+    for i in torch.argsort(-cost, stable=True).tolist():
+        place, least = int(home[i]), load.index(min(load))
+        if load[place] + float(cost[i]) > even and load[least] < load[place]:
+            place = least
+        load[place] += float(cost[i])
+        worker[i] = place
+    return worker
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def add_time_bias(bias_QK: Tensor, times_NQ: Tensor, times_NK: Tensor, time_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The bias of every tile, and the bucket of every pair: log(seconds) / 0.301, rounded down."""
+    seconds_NQK = (times_NQ[:, :, None] - times_NK[:, None, :]).to(torch.float32).clamp(min=1)
+    buckets_NQK = (seconds_NQK.log() / 0.301).to(torch.int64).clamp(max=len(time_bias) - 1)
+    return bias_QK + time_bias[buckets_NQK], buckets_NQK
+
+
+def sum_diagonals(grad_NQK: Tensor, first: int, num_distances: int) -> Tensor:
+    """[M] by distance, from far to near."""
+    out_M = torch.zeros(num_distances, dtype=torch.float64)
+    for tile in grad_NQK.to(torch.float64):
+        for i, row in enumerate(tile):
+            for j, value in enumerate(row[: first + i + 1]):
+                out_M[num_distances - 1 - (first + i - j)] += value
+    return out_M
+
+
+def sum_buckets(grad_NQK: Tensor, buckets_NQK: Tensor, num_buckets: int) -> Tensor:
+    """The sum of each bucket. Runs of one bucket in a row are added up by themselves first."""
+    out = torch.zeros(num_buckets, dtype=torch.float64)
+    for row, buckets in zip(grad_NQK.flatten(0, 1).to(torch.float64), buckets_NQK.flatten(0, 1).tolist(), strict=True):
+        for bucket, run in itertools.groupby(range(len(row)), key=lambda j: buckets[j]):
+            out[bucket] += sum(row[j] for j in run)
     return out

@@ -7,7 +7,9 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestpipe.batch import Jagged
+from torch import Tensor
+
+from nestpipe.batch import Jagged, Streamed
 
 MOST = 2**31 - 1
 
@@ -42,15 +44,19 @@ def check_widths(model: str, **arguments: Any) -> None:
         check_whole(model, 1, **{f"{name}[{place}]": width for place, width in enumerate(value)})
 
 
-def check_rows(model: str, rows: Mapping[str, Any], kind: type, **names: str) -> None:
-    """Raises ValueError unless every named feature has rows of a kind: Jagged (a sequence) or Tensor (pooled)."""
+def check_rows(model: str, rows: Mapping[str, Any], kind: type | tuple[type, ...], **names: str) -> None:
+    """Raises ValueError unless every named feature has rows of a kind: Jagged (a sequence), Tensor (pooled), or either of two."""
     for argument, name in names.items():
         if name not in rows:
             raise ValueError(
                 f"{model}: {argument} is {name!r}, which is no feature; there are {', '.join(rows) or 'none'}"
             )
         if not isinstance(rows[name], kind):
-            wanted = "one row per key: pooling=None" if kind is Jagged else "one row per sample: pooling='sum'"
+            wanted = {
+                Jagged: "one row per key, at once: pooling=None, not streamed",
+                Tensor: "one row per sample: pooling='sum'",
+                (Jagged, Streamed): "one row per key: pooling=None",
+            }[kind]
             raise ValueError(f"{model}: feature {name!r} must have {wanted}")
 
 

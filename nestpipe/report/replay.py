@@ -10,7 +10,7 @@ import numpy as np
 
 from nestpipe.report.shares import MAX_KEPT
 from nestpipe.report.sources import Run
-from nestpipe.schedule.ops import AVERAGE, DENSE, MERGE, Op
+from nestpipe.schedule.ops import DENSE, OPERATIONS, Op
 from nestpipe.schedule.setting import Setting
 from nestpipe.simulate.events import Cost, simulate
 from nestpipe.trace import RankSummary, RankTrace
@@ -28,7 +28,7 @@ class Replay:
 
     def step(self, setting: Setting) -> float:
         """Milliseconds."""
-        schedule = setting.make([name for name in (MERGE, AVERAGE) if name in self.seconds])
+        schedule = setting.make([name for name in self.seconds if name in OPERATIONS and OPERATIONS[name].optional])
         nothing = np.zeros(len(next(iter(self.seconds.values()))))
 
         def cost(op: Op) -> Cost:

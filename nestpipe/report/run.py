@@ -30,7 +30,7 @@ def view(run: Run) -> dict[str, Any]:
         {"title": item.title, "reason": item.reason, "lines": advice.lines(run, item), "gain": item.gain}
         for item in advices
     ]
-    sections = charts.views([*_curves(run), *_tables(run), *_balance(run), *_starts(run), _facts(run)])
+    sections = charts.views([*_curves(run), *_tables(run), *_balance(run), *_waiting(run), *_starts(run), _facts(run)])
     if run.traces:
         step = charts.view(shares.chart([run], [run.way]))
         sections = [step, _lanes(run), _operations(run), *sections]
@@ -61,6 +61,17 @@ def _tiles(run: Run) -> Iterator[tuple[str, ...]]:
     result, loss = run.result, run.curves.get("train/loss", [])
     if result:
         yield "samples per second", f"{result['samples_per_second']:,.0f}", "without evaluation"
+    if result.get("tokens"):
+        yield "tokens per second", f"{result['tokens_per_second']:,.0f}", "keys of sequence features"
+    work = result.get("work")
+    if work:
+        mfu = result.get("mfu")
+        yield (
+            "MFU",
+            NOTHING if mfu is None else f"{mfu:.1%}",
+            work["why_not"] or f"of {work['machine'] / 1e9:,.0f} GFLOP/s",
+        )
+        yield "peak memory", f"{work['memory'] / 1e6:,.0f} MB", "of the worker with most"
     if run.ranks:
         step, parts = run.mean("mean_step_ms"), shares.shares(run)
         yield "step", f"{figure(step)} ms", "mean" + (", without pauses" if run.paused else "")
@@ -189,6 +200,24 @@ def _balance(run: Run) -> Iterator[Table]:
     if rows:
         note = "Of the steps since the run was started or resumed. 1.00 is even; the worker that has most holds up the others."
         yield Table("Balance over workers", ["of a worker", "mean", "most", "by worker", "most over mean"], rows, note)
+
+
+def _waiting(run: Run) -> Iterator[Table]:
+    waiting = run.result.get("waiting")
+    if not isinstance(waiting, dict) or (run.workers or 1) < 2:
+        return
+    kinds = {
+        "undealt": "predicted from what samples cost, as they were read",
+        "dealt": "predicted, as they were dealt",
+        "measured": "measured",
+    }
+    rows = [[text, f"{waiting[kind]:.1%}"] for kind, text in kinds.items() if isinstance(waiting.get(kind), float)]
+    note = (
+        "Share of the model's time, forward and backward, that a worker waits for the one that has most to compute. "
+        '`schedule.balance = "auto"` deals samples so that all have as much.'
+    )
+    if rows:
+        yield Table("Waiting for the slowest worker", ["share of the model's time", ""], rows, note)
 
 
 def _starts(run: Run) -> Iterator[Table]:

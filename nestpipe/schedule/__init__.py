@@ -8,6 +8,7 @@ from nestpipe.schedule.dbp import dbp
 from nestpipe.schedule.fwp import fwp
 from nestpipe.schedule.nested import nested
 from nestpipe.schedule.ops import Schedule
+from nestpipe.schedule.semi_async import semi_async
 from nestpipe.schedule.serial import serial
 from nestpipe.schedule.stale import stale
 
@@ -17,5 +18,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "dbp": dbp,
     "fwp": fwp,
     "nested": nested,
+    "semi_async": semi_async,
     "stale": stale,
 }

@@ -59,7 +59,7 @@ def require(schedule: Schedule, needed: Collection[str] = ()) -> Verdict:
     needed: operations that it may else do without."""
     verdict = check(schedule)
     problems = list(verdict.problems)
-    problems += [f"no {name}(t): replicas of tables would drift apart" for name in needed if not schedule.has(name)]
+    problems += [f"no {name}(t): {OPERATIONS[name].lack}" for name in needed if not schedule.has(name)]
     if verdict.stale_by > schedule.stale_by:
         problems.append(f"batches read rows that are stale by {verdict.stale_by}, not {schedule.stale_by} as it says")
     if problems:

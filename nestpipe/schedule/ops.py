@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD = "PREFETCH", "H2D", "ROUTE", "RETRIEVE", "SYNC", "EMB", "FWD"
 BWD, REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK = "BWD", "REDUCE", "AGREE", "GRAD", "UPDATE", "DENSE", "WRITEBACK"
-MERGE, AVERAGE = "MERGE", "AVERAGE"  # only where tables have replicas, see replicated.py
+DEAL, MERGE, AVERAGE = "DEAL", "MERGE", "AVERAGE"  # only in runs that need them, see optional.py
 
 # What an operation's time counts as, on every page: bringing rows to their owners' hands, exchange with other workers
 # that training waits for, or the training itself.
@@ -33,7 +33,8 @@ class Operation:
     group: of which process group it issues collectives: one lane uses each group, so that all workers have one order.
     collective: what it waits for other workers with: "all_to_all", "all_reduce", or None: it waits for nobody.
     cut: whether it is done micro-batch by micro-batch: "always", "never", or "may": once for all of them, or for each.
-    optional: a schedule may do without it (or with it, on every batch).
+    behind: of an operation that a schedule may do without (or with, on every batch): which one it is put behind.
+    lack: of such a one: what is wrong with a run that needs it and does not have it.
     reads, writes: what it touches, for the checker. "tier": one thing, whatever the batch. "routes[t]": of its batch;
         "positions[t-1]": of the one before. "buffer[t mod 2]": one of two. "vectors[t, m]": of its micro-batch, or of all if it
         is done once for all of them; "[t, all]", "[t, up to m]", "[t, from m]": of several.
@@ -47,9 +48,14 @@ class Operation:
     group: str | None = None
     collective: str | None = None
     cut: str = "never"
-    optional: bool = False
+    behind: str = ""
+    lack: str = ""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+
+    @property
+    def optional(self) -> bool:
+        return bool(self.behind)
 
 
 # The one list of operations, in the order in which a serial step runs them.
@@ -61,6 +67,18 @@ _TABLE = (
         unit="sample",
         colour="#8c8c3f",
         writes=("batch[t]", "source of data"),
+    ),
+    Operation(
+        DEAL,
+        LOOKUP,
+        "deals the samples of all workers anew, so that all have as much to compute",
+        unit="byte of inputs",
+        colour="#b08f5a",
+        group="samples",
+        collective="all_to_all",
+        behind=PREFETCH,
+        lack="workers would compute on what they have read, and wait for the one that has most",
+        writes=("batch[t]",),
     ),
     Operation(
         H2D,
@@ -131,7 +149,7 @@ _TABLE = (
         colour="#1d3f78",
         group="dense",
         cut="always",
-        reads=("output[t, m]", "dense weights"),
+        reads=("output[t, m]", "dense weights", "vectors[t, up to m]"),  # vectors: of streamed features, once more
         # Gradients that are not finite are a trouble; [from m]: of rows that those are the last to use.
         writes=("dense gradients", "losses and troubles[t]", "gradients[t, from m]"),
     ),
@@ -153,7 +171,7 @@ _TABLE = (
         colour="#7f7f7f",
         group="rows",
         collective="all_reduce",
-        reads=("losses and troubles[t]",),
+        reads=("losses and troubles[t]", "learning rates"),  # UPDATE applies those of now, however late it comes
         writes=("agreed[t]",),
     ),
     Operation(
@@ -177,7 +195,8 @@ _TABLE = (
         group="rows",
         collective="all_to_all",
         cut="may",
-        optional=True,
+        behind=GRAD,
+        lack="replicas of tables would drift apart",
         reads=("routes[t]", "returned[t, up to m]"),  # of rows whose last gradient has come with m
         writes=("merged[t, m]",),
     ),
@@ -187,7 +206,7 @@ _TABLE = (
         "row optimizers, once, where the rows are",
         unit="row of the owner",
         colour="#c0392b",
-        reads=("agreed[t]", "returned[t, all]", "merged[t, all]", "learning rates"),
+        reads=("agreed[t]", "returned[t, all]", "merged[t, all]"),
         writes=("buffer[t mod 2]", "rows in memory", "given up rows", "updated[t]"),
     ),
     Operation(
@@ -198,7 +217,8 @@ _TABLE = (
         colour="#a5573f",
         group="rows",
         collective="all_to_all",
-        optional=True,
+        behind=UPDATE,
+        lack="replicas of tables would drift apart",
         reads=("agreed[t]", "positions[t]", "updated[t]"),
         writes=("buffer[t mod 2]", "rows in memory", "given up rows"),
     ),

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 from nestpipe.fields import AtLeast, AtMost, OneOf, check, hints
 from nestpipe.schedule import SCHEDULES
-from nestpipe.schedule.ops import COMPUTE, EMB, MERGE, RETRIEVE, Schedule
-from nestpipe.schedule.replicated import replicated
+from nestpipe.schedule.ops import COMPUTE, DEAL, EMB, MERGE, RETRIEVE, Schedule
+from nestpipe.schedule.optional import including
 
 CLUSTERINGS = ("none", "shared", "window", "taper")
 NEAR = ("shards", "replicas")
+BALANCES = ("none", "tokens", "auto")
+MOST_SQUARES = 1.0  # what the square of a token may cost: above, tokens themselves count for nothing
 MOST_PARTS = 65_536  # micro-batches that the last use of a row can name (exchange/window.py)
 
 
@@ -25,6 +27,8 @@ class Setting:
     micro_batches: a number, or "auto": measured by `Trainer.fit`, which then asks for `cut_into` a number.
     replicas: groups of workers that each hold all tables, sharded inside (2D sparse parallelism).
     near: which workers are neighbours: those of a group, or those that hold the same shard.
+    balance: "none"; "tokens"; a number, what the square of a token costs beside the token itself; or "auto": that number is
+        measured by `Trainer.fit`.
     """
 
     schedule: Annotated[str, OneOf(SCHEDULES)] = "serial"
@@ -34,6 +38,7 @@ class Setting:
     look_ahead: int | None = None
     replicas: Annotated[int, AtLeast(1)] = 1
     near: Annotated[str, OneOf(NEAR)] = "shards"
+    balance: Annotated[float, AtLeast(0), AtMost(MOST_SQUARES)] | Annotated[str, OneOf(BALANCES)] = "none"
 
     def __post_init__(self) -> None:
         for name, hint in hints(Setting).items():
@@ -50,13 +55,26 @@ class Setting:
         """Micro-batches; while they are to be measured, one."""
         return self.micro_batches if isinstance(self.micro_batches, int) else 1
 
+    @property
+    def deals(self) -> bool:
+        """Whether samples of a batch go to other workers than those that have read them."""
+        return self.balance != "none"
+
+    @property
+    def squares(self) -> float | None:
+        """What the square of a token costs, in tokens; None: samples stay where they are, or it is still to be measured."""
+        return (
+            {"none": None, "tokens": 0.0, "auto": None}[self.balance] if isinstance(self.balance, str) else self.balance
+        )
+
     def cut_into(self, micro_batches: int) -> Setting:
         return dataclasses.replace(self, micro_batches=micro_batches)
 
     def make(self, keeping: Collection[str] | None = None) -> Schedule:
         """keeping: the operations that keep replicas of the tables together; by default those of exact ones, if there are any."""
         schedule = SCHEDULES[self.schedule](micro_batches=self.parts, look_ahead=self.look_ahead)
-        return replicated(schedule, ([MERGE] if self.replicas > 1 else []) if keeping is None else keeping)
+        keeping = ([MERGE] if self.replicas > 1 else []) if keeping is None else keeping
+        return including(schedule, [*([DEAL] if self.deals else []), *keeping])
 
     @property
     def _made(self) -> Schedule:
@@ -78,8 +96,13 @@ class Setting:
         return not (self.hides_lookups or self.cuts)
 
     @property
+    def stale_by(self) -> int:
+        """By how many updates a row that a batch reads may be behind."""
+        return self._made.stale_by
+
+    @property
     def is_exact(self) -> bool:
-        return self._made.stale_by == 0
+        return self.stale_by == 0
 
     @property
     def name(self) -> str:
@@ -91,6 +114,7 @@ class Setting:
             name += f", clustering {self.clustering}" if self.clustering != "none" else ""
         if self.replicas > 1:
             name += f", {self.replicas} replicas" + (" side by side" if self.near == "replicas" else "")
+        name += ", balanced" if self.deals else ""
         return name
 
     def options(self) -> dict[str, Any]:

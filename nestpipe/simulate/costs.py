@@ -112,6 +112,8 @@ class Costs:
             return Cost(alone, self._among_replicas(self.units(name, part) * self.setting.replicas), self._replicas)
         if name == op.AVERAGE:  # to the worker that averages them, and back to all
             return Cost(alone, 2 * self._among_replicas(self.units(name, part)), self._replicas)
+        if name == op.DEAL:  # over all workers, whatever the groups; as if every sample went to another one
+            return Cost(alone, self.profile.network.all_to_all(self._sent(name, part), self.workers))
         match op.OPERATIONS[name].collective if name in op.OPERATIONS else None:
             case "all_to_all":
                 return Cost(alone, self._all_to_all(name, part), self._groups)

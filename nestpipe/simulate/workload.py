@@ -15,9 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nestpipe.batch import Batch, Jagged
 from nestpipe.config import Built, Config, build
+from nestpipe.data.epoch import training_batches
 from nestpipe.exchange.clustering import cluster
 from nestpipe.exchange.plan import ExchangePlan, Holders
 from nestpipe.exchange.requests import is_wide
+from nestpipe.exchange.samples import token_feature
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.schedule.ops import AVERAGE, MERGE
 from nestpipe.simulate.keys import Growth, count
@@ -130,8 +132,16 @@ _SHARES = ("compute", "rows", "grads")
 def of_config(config: Config, *, batches: int = BATCHES) -> Workload:
     """Reads the first training batches, counts their keys, and counts the operations of the model."""
     built = build(config)
-    size = config.train.batch_size
-    source = built.data.batches("train", batch_size=size, rank=0, world=1, seed=config.train.seed)
+    source = training_batches(
+        built.data,
+        batch_size=config.train.batch_size,
+        batch_tokens=config.train.batch_tokens,
+        tokens=token_feature(built.features),
+        squares=None,
+        rank=0,
+        world=1,
+        seed=config.train.seed,
+    )
     read = [batch for batch in itertools.islice(source, batches) if batch.size]
     if not read:
         raise ValueError("config: the training data is empty, so there is nothing to count")
@@ -185,7 +195,7 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
         key_bytes=8 if any(map(is_wide, keys)) else 4,
         bags=bags,
         tier=table.tier,
-        pooled_at="source" if sequences else table.pooled_at,
+        pooled_at="source" if sequences or table.hot else table.pooled_at,
         owners=table.owners if isinstance(table.owners, int) else None,  # "auto" is simulated as all
         memory=table.memory,
         sync=table.sync,

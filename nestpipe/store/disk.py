@@ -101,11 +101,12 @@ class DiskStore(TableStore):
         scale: float,
         rows: Rows | None = None,
         sharers: np.ndarray = NONE,
+        lr: float | None = None,
     ) -> None:
         """Applies the row optimizer once to distinct positions of `rows`, the batch's buffer, whose gradients are summed
-        and multiplied by scale. sharers: see Occasion."""
+        and multiplied by scale. sharers: see Occasion. lr: if not the one that is set now."""
         assert rows is not None, "the rows of a disk table are in the batch's buffer"
-        self._update(rows, positions, grads, scale, sharers)
+        self._update(rows, positions, grads, scale, sharers, lr)
 
     def write_back(self, positions: np.ndarray, records: np.ndarray) -> None:
         """Stores the records of a finished batch. What an error leaves unfinished may be written back again."""

@@ -52,10 +52,11 @@ class MemoryStore(TableStore):
         scale: float,
         rows: Rows | None = None,
         sharers: np.ndarray = NONE,
+        lr: float | None = None,
     ) -> None:
         """Applies the row optimizer once to distinct positions (of `rows`, or of the store's own), whose gradients are
-        summed and multiplied by scale. sharers: see Occasion."""
-        self._update(self.rows if rows is None else rows, positions, grads, scale, sharers)
+        summed and multiplied by scale. sharers: see Occasion. lr: if not the one that is set now."""
+        self._update(self.rows if rows is None else rows, positions, grads, scale, sharers, lr)
 
     def words(self, positions: np.ndarray) -> np.ndarray:
         out = np.empty((len(positions), self.record_words), np.float32)

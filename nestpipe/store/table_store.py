@@ -12,7 +12,7 @@ from nestpipe.kernels.average import average, average_row_scaled
 from nestpipe.kernels.compact import CompactIndex
 from nestpipe.kernels.index import HashIndex
 from nestpipe.kernels.keys import shards
-from nestpipe.kernels.rows import NONE, Rows, birth, first_rows
+from nestpipe.kernels.rows import Rows, birth, first_rows
 from nestpipe.kernels.update import Gradients
 from nestpipe.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, ScaledRowwiseAdagrad
 from nestpipe.store.directory import BLOCK, Births, Directory
@@ -156,12 +156,18 @@ class TableStore:
         return self.directory.find(keys)
 
     def _update(
-        self, rows: Rows, positions: np.ndarray, grads: Gradients, scale: float, sharers: np.ndarray = NONE
+        self,
+        rows: Rows,
+        positions: np.ndarray,
+        grads: Gradients,
+        scale: float,
+        sharers: np.ndarray,
+        lr: float | None,
     ) -> None:
         assert len(sharers) in (0, len(positions))
         self.updates += 1
         optimizer, f32 = self.table.optimizer, np.float32
-        common = (rows, positions, grads, self._update_scratch, f32(scale), f32(self.lr),
+        common = (rows, positions, grads, self._update_scratch, f32(scale), f32(self.lr if lr is None else lr),
                   f32(optimizer.weight_decay), f32(optimizer.clip))  # fmt: skip
         apply, own_arguments = self._rule
         apply(*common, *own_arguments(optimizer, Occasion(self.updates, self.replicas, sharers)))

@@ -19,7 +19,7 @@ from nestpipe.checkpoint import Damaged
 from nestpipe.data import DATASETS
 from nestpipe.errors import TrainingError
 from nestpipe.metrics import AUC
-from nestpipe.models import DLRM, HSTU
+from nestpipe.models import DLRM, HSTU, FuXi
 from tests.cluster import Cluster
 
 DIM = 4
@@ -251,9 +251,10 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout: Any) -> None
         ({"negatives": 3}, "negatives must be a name"),
     ],
 )
-def test_an_argument_of_hstu_out_of_its_range_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"HSTU: {message}"):
-        HSTU(**{"dim": 8, **arguments})
+def test_an_argument_of_a_sequence_model_out_of_its_range_is_refused(arguments: dict[str, Any], message: str) -> None:
+    for kind in (HSTU, FuXi):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):
+            kind(**{"dim": 8, **arguments})
 
 
 @pytest.mark.parametrize(

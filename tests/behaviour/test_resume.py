@@ -511,9 +511,9 @@ def stop_on_one(schedule: str, micro_batches: int, at: int) -> dict[str, Any]:
             "contents": contents(trainer)["updates"], "digest": trainer.digest()}  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["serial", "dbp", "fwp", "nested", "stale"])
+@pytest.mark.parametrize("schedule", ["serial", "dbp", "fwp", "nested", "semi_async", "stale"])
 def test_stop_on_one_worker_ends_all_after_the_same_step(cluster: Cluster, schedule: str) -> None:
-    micro_batches = 2 if schedule in ("fwp", "nested") else 1
+    micro_batches = 2 if schedule in ("fwp", "nested", "semi_async") else 1
     results = cluster.run(2, stop_on_one, schedule, micro_batches, 5)
     assert results[0] == results[1] and results[0]["stopped"]
     assert 5 <= results[0]["steps"] <= 5 + 5

@@ -29,8 +29,8 @@ from nestpipe.engine.context import Context
 from nestpipe.engine.engine import Around
 from nestpipe.exchange import requests
 from nestpipe.exchange.window import Window
-from nestpipe.schedule.ops import Task
-from nestpipe.schedule.setting import CLUSTERINGS
+from nestpipe.schedule.ops import EMB, Task
+from nestpipe.schedule.setting import CLUSTERINGS, Setting
 from nestpipe.store import rowfile
 from nestpipe.store.disk import DiskStore
 from tests.cluster import Cluster
@@ -62,6 +62,8 @@ class Case:
     broken_sync: bool = False
     replicas: int = 1
     averaged: int = 0  # every so many steps, all tables but the first; 0: all are exact
+    hot: int | None = None  # rows of each table; then none has what does not go together with them
+    balance: str | float = "none"
 
 
 class SmallHotSet(DiskStore):
@@ -152,6 +154,9 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
     tables, features = declared(case.tier, case.samples)
     if case.averaged:
         tables[1:] = [dataclasses.replace(t, sync="average", sync_every=case.averaged) for t in tables[1:]]
+    if case.hot is not None:
+        plain: dict[str, Any] = {"admit_after": 1, "eviction": None, "pooled_at": "source"}
+        tables = [dataclasses.replace(t, **plain, hot=case.hot) for t in tables]
     nestpipe.engine.worker.DiskStore = SmallHotSet
     # In memory where there is such a folder: the timing of a disk is not what is tested here. (It has no O_DIRECT, so the
     # files are read through the page cache; tests/store does it the other way.) An extent there is memory to be cleared.
@@ -168,6 +173,7 @@ def make(case: Case) -> tuple[Trainer, list[Feature], str]:
         clustering=case.clustering,
         look_ahead=case.look_ahead,
         replicas=case.replicas,
+        balance=case.balance,
         storage=folder,
         check_freshness=case.check_freshness,
     )
@@ -432,45 +438,58 @@ def train_with_versions_unsynced(case: Case) -> None:
         close(trainer, folder)
 
 
-def test_stale_is_caught_by_the_versions(cluster: Cluster) -> None:
-    for tier in ("memory", "disk"):
-        outcomes = cluster.outcomes(2, train, Case("stale", tier, 0.3, steps=STEPS, check_freshness=True))
-        assert all(kind == "failed" and "rows that are not fresh" in value[1] for kind, value in outcomes), outcomes
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("schedule", ["semi_async", "stale"])
+def test_the_versions_hold_a_schedule_to_what_it_says_of_itself(cluster: Cluster, schedule: str, tier: str) -> None:
+    case = Case(schedule, tier, 0.3, steps=STEPS, micro_batches=2, check_freshness=True, delays=3)
+    assert cluster.run(2, train, case)[0][2] == STEPS
+    outcomes = cluster.outcomes(2, train_as_if_fresh, case)
+    assert all(kind == "failed" and "rows that are not fresh" in value[1] for kind, value in outcomes), outcomes
 
 
-# -- stale -------------------------------------------------------------------------------------------------------------
+def train_as_if_fresh(case: Case) -> tuple[str, str, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Setting, "stale_by", 0)
+        return train(case)
 
 
-def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
+# -- rows one update behind --------------------------------------------------------------------------------------------
+
+
+def train_one_behind_by_hand(case: Case) -> tuple[str, str, int]:
     """One thread, no schedule: batch t + 1 is looked up and its rows are sent right before update t."""
+    parts = Setting(case.schedule, case.micro_batches).make().num_parts(EMB)
     trainer, features, folder = make(dataclasses.replace(case, schedule="serial"))
     ops, losses = trainer._worker.ops, []
     source = batches(features, case, trainer.rank, trainer.world)
 
     def open_next(number: int) -> Context | None:
-        batch = next(source, None)
-        has_data = batch is not None
-        batch = Batch.empty([f.name for f in features]) if batch is None else batch
-        ctx = Context(number, batch, Window([0, batch.size]), Arena(), has_data=has_data)
+        window = Window([0] * (case.micro_batches + 1), parts)
+        ctx = Context(number, Batch.empty([f.name for f in features]), window, Arena(), has_data=False)
+        ops.prefetch(ctx)
         ops.h2d(ctx)
         ops.route(ctx)
         if ctx.ends:
             return None
         ops.retrieve(ctx)
         ops.sync(ctx)  # with what the batch before has not changed yet
-        ops.emb(ctx)
+        for part in range(parts):
+            ops.emb(ctx, part)
         return ctx
 
     try:
-        ops.begin(lambda: None, "none")
+        ops.parts = parts
+        ops.begin(lambda: next(source, None), "none")
         now = open_next(0)
         for t in itertools.count(1):
             if now is None:
                 break
-            ops.fwd(now, 0)
-            ops.bwd(now, 0)
+            for m in range(case.micro_batches):
+                ops.fwd(now, m)
+                ops.bwd(now, m)
             ops.agree(now)
-            ops.grad(now)
+            for part in range(parts):
+                ops.grad(now, part)
             following = open_next(t)
             ops.update(now)
             ops.reduce(now)
@@ -489,16 +508,20 @@ def train_stale_by_hand(case: Case) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_stale_equals_a_stale_run_by_hand_and_not_the_serial_one(cluster: Cluster, world: int, tier: str) -> None:
-    case = Case("stale", tier, 0.3, steps=STEPS, delays=4)
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("stale", 1), ("semi_async", 1), ("semi_async", 4)])
+def test_rows_one_update_behind_equal_a_run_by_hand_and_not_the_serial_one(
+    cluster: Cluster, schedule: str, micro_batches: int, world: int, tier: str
+) -> None:
+    case = Case(schedule, tier, 0.3, steps=STEPS, micro_batches=micro_batches, delays=4)
     result = cluster.run(world, train, case)[0]
-    assert result == cluster.run(world, train_stale_by_hand, case)[0]
+    assert result == cluster.run(world, train_one_behind_by_hand, case)[0]
     assert result[0] != serial(cluster, world, case)[0]
 
 
-def test_stale_equals_serial_where_neighbours_share_no_row_and_dense_weights_stand_still(cluster: Cluster) -> None:
+@pytest.mark.parametrize("schedule", ["semi_async", "stale"])
+def test_rows_one_update_behind_are_fresh_where_neighbours_share_none(cluster: Cluster, schedule: str) -> None:
     """The one thing that is stale is rows: with none in common nothing differs."""
-    case = Case("stale", "memory", 0.0, steps=20)
+    case = Case(schedule, "memory", 0.0, steps=20)
     # (Rows shared by rare keys are in common all the same, so tables without admission only.)
     assert cluster.run(1, rows_without_admission, case) == cluster.run(
         1, rows_without_admission, dataclasses.replace(case, schedule="serial")

@@ -103,7 +103,7 @@ def test_every_schedule_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     here(timelines)
     results = timelines.run(quick=True)
-    assert list(results) == ["serial", "dbp", "fwp", "nested"]
+    assert list(results) == ["serial", "dbp", "fwp", "nested", "semi_async"]
     text = sane(timelines.sections(results), is_emulated=True)
     for name in results:
         picture = tmp_path / timelines.FOLDER / name / "trace.png"

@@ -318,7 +318,7 @@ def test_a_table_on_disk_is_saved_and_loaded_in_blocks_into_either_tier(
 ) -> None:
     monkeypatch.setattr(loading, "BLOCK_BYTES", block_bytes)
     store = trained_on_disk(tmp_path / "one", **settings)
-    saving._save_table(tmp_path / "saved", store=store, since=None)
+    saving._save_table(tmp_path / "saved", stores=[store], since=None)
     arrays = load_arrays(tmp_path / "saved")  # the library reads it
     assert sorted(arrays["keys"].tolist()) == sorted(store.items()[0].tolist())
     assert bool(len(arrays["shared"])) == bool(len(arrays["seen"])) == store.shares_rows
@@ -328,7 +328,7 @@ def test_a_table_on_disk_is_saved_and_loaded_in_blocks_into_either_tier(
         MemoryStore(in_memory, seed=3),
     ]
     for other in others:
-        loading._load_table(tmp_path / "saved", other, Alone())  # type: ignore[arg-type]
+        loading._load_table(tmp_path / "saved", loading.Held(other, None, Alone()))  # type: ignore[arg-type]
         other.resume(updates=store.updates, step=5)
         assert other.digest() == store.digest()
         assert _by_key(other, *other.items()) == _by_key(store, *store.items())
@@ -336,7 +336,7 @@ def test_a_table_on_disk_is_saved_and_loaded_in_blocks_into_either_tier(
         assert [a.tolist() for a in other.sightings()] == [a.tolist() for a in store.sightings()]
     parts = [MemoryStore(in_memory, seed=3, owners=np.arange(3)) for _ in range(3)]
     for rank, part in enumerate(parts):
-        loading._load_table(tmp_path / "saved", part, Alone(rank, 3))  # type: ignore[arg-type]
+        loading._load_table(tmp_path / "saved", loading.Held(part, None, Alone(rank, 3)))  # type: ignore[arg-type]
     sums = [sum(halves) % 2**64 for halves in zip(*(part.digest() for part in parts), strict=True)]
     assert tuple(sums) == store.digest()
     for disk_store in (store, others[0]):
@@ -354,8 +354,8 @@ def test_saving_loading_and_digest_take_the_memory_of_a_few_blocks(tmp_path: Pat
     tracemalloc.start()
     try:
         digest = store.digest()
-        saving._save_table(tmp_path / "saved", store=store, since=None)
-        loading._load_table(tmp_path / "saved", other, Alone())  # type: ignore[arg-type]
+        saving._save_table(tmp_path / "saved", stores=[store], since=None)
+        loading._load_table(tmp_path / "saved", loading.Held(other, None, Alone()))  # type: ignore[arg-type]
         assert other.digest() == digest
         assert tracemalloc.get_traced_memory()[1] < 42_000_000 < (tmp_path / "saved").stat().st_size / 1.9
     finally:

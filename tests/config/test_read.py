@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nestpipe import SGD, Adam, Eviction, Feature, Normal, ScaledRowwiseAdagrad, Uniform, config
+from nestpipe.config import TrainSection
 from nestpipe.models import DLRM, HSTU
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
@@ -40,6 +41,19 @@ def built(values: dict[str, Any], *overrides: str) -> config.Built:
 
 
 # -- what one gets -----------------------------------------------------------------------------------------------------
+
+
+def test_a_streamed_feature_and_negatives_as_the_data_draws_them() -> None:
+    made = built(
+        SEQUENCES,
+        'tables.item.features={history = "sequence", negatives = "streamed"}',
+        'data.negatives_per="position"',
+    )
+    assert made.features == [Feature("history", "item"), Feature("negatives", "item", streamed=True)]
+    assert made.model.negatives.per == "position"
+    assert built(SEQUENCES).model.negatives.per == "sample"
+    with pytest.raises(ValueError, match=r"model.negatives_per is 'sample', data.negatives_per 'position'; leave"):
+        built(SEQUENCES, 'data.negatives_per="position"', 'model.negatives_per="sample"')
 
 
 def test_a_wildcard_gives_every_feature_a_table_of_its_own() -> None:
@@ -258,6 +272,9 @@ MISTAKES: list[tuple[str, str]] = [
     ("train.steps=1.5", "train.steps must be a whole number, got 1.5"),
     ("train.steps=0", "train.steps must be at least 1, got 0"),
     ("train.batch_size=-4", "train.batch_size must be at least 1, got -4"),
+    ("train.batch_tokens=0", "train.batch_tokens must be at least 1, got 0"),
+    ("schedule.balance=even", "schedule.balance must be a finite number or 'none' or 'tokens' or 'auto', got 'even'"),
+    ("schedule.balance=-1", "schedule.balance must be at least 0, got -1"),
     ("train.dense_lr=fast", "train.dense_lr must be a finite number, got 'fast'"),
     ("train.exclude_seen=1", "train.exclude_seen must be true or false, got 1"),
     ("train.rank_at=10", "train.rank_at must be a list of whole numbers, got 10"),
@@ -311,3 +328,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     bad.write_text("[data\n")
     with pytest.raises(ValueError, match=r"bad\.toml is not valid TOML: .*line 1"):
         config.read(bad)
+
+
+def test_a_batch_is_cut_by_samples_or_by_tokens_and_by_256_samples_if_nothing_is_said() -> None:
+    with pytest.raises(
+        ValueError, match=r"train.batch_size = 4 and train.batch_tokens = 100: .*; leave one of them out"
+    ):
+        TrainSection(batch_size=4, batch_tokens=100)
+    assert TrainSection().batch_size == 256 and TrainSection(batch_tokens=100).batch_size is None

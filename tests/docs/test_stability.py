@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODULES = ("nestpipe", "nestpipe.data", "nestpipe.metrics", "nestpipe.models")
+MODULES = ("nestpipe", "nestpipe.data", "nestpipe.metrics", "nestpipe.models", "nestpipe.ops")
 
 
 def listed() -> dict[str, list[str]]:

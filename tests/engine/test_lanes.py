@@ -16,8 +16,8 @@ from nestpipe.engine.lanes import LOOK_UP, Lanes
 from nestpipe.errors import TrainingError
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.check import _graph, _Order
-from nestpipe.schedule.ops import AVERAGE, MERGE, OPERATIONS, Op, Schedule, Task
-from nestpipe.schedule.replicated import replicated
+from nestpipe.schedule.ops import AVERAGE, DEAL, MERGE, OPERATIONS, Op, Schedule, Task
+from nestpipe.schedule.optional import including
 from tests.waiting import PATIENCE
 
 
@@ -59,7 +59,7 @@ def test_nothing_starts_before_what_it_waits_for_has_ended(name: str, seed: int,
         assert all(run.ended[one] <= run.started[op] for one in earlier)
 
 
-@pytest.mark.parametrize("name", ["dbp", "fwp", "nested", "stale"])
+@pytest.mark.parametrize("name", ["dbp", "fwp", "nested", "semi_async", "stale"])
 @settings(max_examples=25, deadline=None)
 @given(
     failing=st.sampled_from(list(OPERATIONS)),
@@ -70,7 +70,7 @@ def test_workers_with_other_timing_leave_out_the_same_operations(
     name: str, failing: str, batch: int, seeds: tuple[int, int]
 ) -> None:
     """Else a collective would wait for a worker that has left."""
-    schedule = replicated(SCHEDULES[name](micro_batches=2), [MERGE, AVERAGE])
+    schedule = including(SCHEDULES[name](micro_batches=2), [DEAL, MERGE, AVERAGE])
 
     def fails(op: Op) -> BaseException | None:
         return TrainingError(str(op)) if op == Op(failing, batch) else None

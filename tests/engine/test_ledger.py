@@ -7,9 +7,9 @@ import pytest
 from nestpipe.engine.ledger import LASTING, Ledger
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import AVERAGE, BWD, DENSE, FWD, RETRIEVE, UPDATE, WRITEBACK, Op
-from nestpipe.schedule.replicated import replicated
+from nestpipe.schedule.optional import including
 
-SCHEDULE = replicated(SCHEDULES["serial"](), [AVERAGE])
+SCHEDULE = including(SCHEDULES["serial"](), [AVERAGE])
 
 
 def done(ledger: Ledger, batch: int, *names: str) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nestpipe import SGD, Batch, Feature, Jagged, Output, Table, Trainer
+from nestpipe.engine.mixing import refuse_mixing
 from nestpipe.errors import TrainingError
-from nestpipe.models import DLRM, HSTU
+from nestpipe.models import DLRM, HSTU, FuXi
 from nestpipe.tables import Normal
 from tests.cluster import Cluster
 
@@ -186,6 +187,14 @@ class MeantSo(InBatchNegatives):
     mixes_samples = False
 
 
+class OfTheMicroBatch(InBatchNegatives):
+    mixes_samples = "micro-batch"
+
+
+class Misspelt(Alone):
+    mixes_samples = "micro_batch"
+
+
 # -- that do not -------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +349,25 @@ def test_a_mix_that_is_meant_so_trains(caplog: pytest.LogCaptureFixture) -> None
     assert not warnings(caplog)
 
 
+def test_a_mix_of_the_micro_batch_trains_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert trainer_of(OfTheMicroBatch(), micro_batches=2).fit([uneven()] * 3).steps == 3
+    (line,) = warnings(caplog)
+    assert "mixes_samples = 'micro-batch'" in line and "depends on the split (micro_batches=2" in line
+    caplog.clear()
+    assert trainer_of(OfTheMicroBatch(), micro_batches=1).fit([uneven()]).steps == 1
+    assert not warnings(caplog)
+
+
+def test_the_clock_does_not_decide_on_the_split_of_a_mix() -> None:
+    with pytest.raises(ValueError, match=r"micro_batches='auto' the clock would decide on it; give a number"):
+        trainer_of(OfTheMicroBatch(), micro_batches="auto")
+
+
+def test_a_declaration_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mixes_samples = 'micro_batch'; it is True, False or 'micro-batch'"):
+        trainer_of(Misspelt())
+
+
 # -- found -------------------------------------------------------------------------------------------------------------
 
 
@@ -453,12 +481,12 @@ def test_our_own_models_are_trained_without_a_word(caplog: pytest.LogCaptureFixt
     lengths = torch.arange(size) % 9
     keys = torch.arange(int(lengths.sum())) % 300
     history = Jagged.from_lengths(keys, lengths)
-    hstu = HSTU(dim=16, max_length=8, num_layers=2, num_heads=2, dropout=0.1)
+    hstu, fuxi = (kind(dim=16, max_length=8, num_layers=2, num_heads=2, dropout=0.1) for kind in (HSTU, FuXi))
     negatives = Jagged.from_lengths(torch.arange(4 * size) % 300, torch.full((size,), 4))
     hstu_batch = Batch({"history": history, "negatives": negatives})
     dlrm = DLRM(dim=16, num_dense=3, features=["history"], bottom=[8], top=[8])
     dlrm_batch = Batch({"history": history}, {"dense": torch.randn(size, 3)}, (torch.arange(size) % 2).float())
-    for model, batch, pooling in ((hstu, hstu_batch, None), (dlrm, dlrm_batch, "sum")):
+    for model, batch, pooling in ((hstu, hstu_batch, None), (fuxi, hstu_batch, None), (dlrm, dlrm_batch, "sum")):
         names = list(batch.keys)
         trainer = Trainer(
             model,
@@ -525,3 +553,12 @@ def test_looking_for_a_mix_changes_nothing(kind: type[nn.Module]) -> None:
         mixes_samples = False
 
     assert trained(kind()) == trained(Trusted())
+
+
+@pytest.mark.parametrize("declared", [True, "micro-batch"])
+def test_the_clock_does_not_decide_which_samples_are_mixed(declared: bool | str) -> None:
+    model = nn.Linear(2, 2)
+    model.mixes_samples = declared  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="balance='auto' the clock would decide"):
+        refuse_mixing(model, rank=0, world=2, micro_batches=1, balance="auto")
+    refuse_mixing(model, rank=0, world=2, micro_batches=1, balance="tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,15 @@ def test_a_script_that_saves_its_trace_has_a_page(tmp_path: Path) -> None:
     text = Parsed(write([tmp_path]).read_text()).text
     for piece in ("as the run of a script", "serial, 1 worker", "What to change", "What ran when", "recorded steps20"):
         assert piece in text.replace("\n", ""), piece
+
+
+def test_the_page_shows_how_long_workers_wait_for_the_slowest(tmp_path: Path) -> None:
+    result = {
+        "schedule": "nested", "micro_batches": 2, "workers": 4, "steps": 12, "samples": 120, "seconds": 18.0,
+        "samples_per_second": 6.7, "first_loss": 0.7, "last_loss": 0.25, "metrics": {}, "digest": "54fd70e8b339",
+        "tables": {}, "waiting": {"measured": 0.031, "undealt": 0.472, "dealt": 0.012, "tokens": 1.05},
+    }  # fmt: skip
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    text = write([tmp_path]).read_text()
+    for words in ("Waiting for the slowest worker", "47.2%", "1.2%", "3.1%"):
+        assert words in text

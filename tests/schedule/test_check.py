@@ -14,6 +14,7 @@ from nestpipe.schedule.ops import (
     AVERAGE,
     BWD,
     COMPUTE,
+    DEAL,
     DENSE,
     EMB,
     FWD,
@@ -32,7 +33,7 @@ from nestpipe.schedule.ops import (
     Schedule,
     Task,
 )
-from nestpipe.schedule.replicated import replicated
+from nestpipe.schedule.optional import including
 
 DBP = SCHEDULES["dbp"]()
 
@@ -82,16 +83,66 @@ def test_the_frozen_window_is_fresh_for_every_number_of_micro_batches(
     assert [schedule.num_parts(op) for op in (EMB, FWD, BWD, GRAD, UPDATE)] == [micro_batches] * 4 + [1]
 
 
-def test_stale_is_stale_by_one_and_says_so() -> None:
-    schedule = SCHEDULES["stale"]()
-    assert check(schedule).problems == []
-    assert check(schedule).stale_by == schedule.stale_by == 1
+@pytest.mark.parametrize("micro_batches", [1, 3, 12])
+@pytest.mark.parametrize("look_ahead", [None, 1, 2, 9])
+@pytest.mark.parametrize("name", ["semi_async", "stale"])
+def test_schedules_with_rows_one_update_behind_say_so(name: str, look_ahead: int | None, micro_batches: int) -> None:
+    schedule = SCHEDULES[name](look_ahead=look_ahead, micro_batches=micro_batches)
+    verdict = require(schedule)
+    assert verdict.problems == [] and verdict.stale_by == schedule.stale_by == 1
+    assert verdict.in_flight <= (look_ahead or 4) + 3
     assert "differs from synchronous training" in schedule.summary
 
 
-def test_a_stale_schedule_that_claims_to_be_fresh_is_refused() -> None:
+@pytest.mark.parametrize("name", ["semi_async", "stale"])
+def test_a_stale_schedule_that_claims_to_be_fresh_is_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match="stale by 1, not 0"):
-        require(dataclasses.replace(SCHEDULES["stale"](), stale_by=0))
+        require(dataclasses.replace(SCHEDULES[name](micro_batches=2), stale_by=0))
+
+
+SEMI_ASYNC = SCHEDULES["semi_async"](micro_batches=3)
+
+
+def test_an_update_that_comes_after_the_rows_of_the_batch_after_next_is_refused() -> None:
+    """Two buffers cannot hold three batches: the rows wait for the update, and the update for the rows."""
+
+    def late(t: int, tasks: list[Task]) -> list[Task]:
+        kept = [task for task in tasks if task.op.name != UPDATE]
+        place = next(i for i, task in enumerate(kept) if task.op == Op(EMB, t + 1, 2)) + 1
+        return [*kept[:place], Task(Op(UPDATE, t - 1), "comm"), *kept[place:]]
+
+    (problem,) = check(changed(late, SEMI_ASYNC)).problems
+    assert problem.startswith("cycle: ") and "UPDATE(" in problem and "EMB(" in problem
+
+
+def test_rows_more_updates_behind_than_the_declared_one_are_refused() -> None:
+    """Everything on one lane, so that nothing else is in the way."""
+
+    def early(t: int, tasks: list[Task]) -> list[Task]:
+        ahead = (PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB)
+        return [task.at(2) if task.op.name in ahead else task for task in tasks]
+
+    schedule = dataclasses.replace(changed(early, SCHEDULES["serial"]()), stale_by=1)
+    with pytest.raises(ScheduleError, match=r"stale by \d, not 1 as it says"):
+        require(schedule)
+
+
+# The wire is another matter: nothing goes wrong if GRAD does not wait for REDUCE, it is only slower.
+BEHIND = [
+    (task.op.name, op.name)
+    for task in SCHEDULES["semi_async"]().tasks
+    for op in task.after
+    if (task.op.name, op.name) != (GRAD, REDUCE)
+]
+
+
+@pytest.mark.parametrize(("name", "waits_for"), BEHIND, ids=[f"{a} after {b}" for a, b in BEHIND])
+def test_semi_async_without_any_one_of_its_edges_is_refused(name: str, waits_for: str) -> None:
+    problems = check(without_edge(name, waits_for, SEMI_ASYNC)).problems
+    if name == PREFETCH:
+        assert len(problems) == 1 and problems[0].startswith("unbounded: nothing keeps PREFETCH(t)")
+    else:
+        assert any(text.startswith("missing edge") and f"{name}(t" in text.split(":")[0] for text in problems), problems
 
 
 EDGES = [(task.op.name, op.name, op.batch - task.op.batch) for task in DBP.tasks for op in task.after]
@@ -233,10 +284,10 @@ def test_a_schedule_that_lacks_an_operation_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("keeping", [[MERGE], [AVERAGE], [MERGE, AVERAGE]], ids="+".join)
 @pytest.mark.parametrize("micro_batches", [1, 3, 12])
-@pytest.mark.parametrize("name", ["serial", "dbp", "fwp", "nested", "stale"])
+@pytest.mark.parametrize("name", ["serial", "dbp", "fwp", "nested", "semi_async", "stale"])
 def test_every_schedule_is_as_fresh_with_replicas(name: str, micro_batches: int, keeping: list[str]) -> None:
     plain = SCHEDULES[name](micro_batches=micro_batches)
-    schedule = replicated(plain, keeping)
+    schedule = including(plain, keeping)
     verdict, before = require(schedule, keeping), check(plain)
     assert (verdict.stale_by, verdict.in_flight) == (before.stale_by, before.in_flight)
     assert len(schedule.tasks) == len(plain.tasks) + (MERGE in keeping) * plain.num_parts(GRAD) + (AVERAGE in keeping)
@@ -253,7 +304,7 @@ def test_sums_that_leave_before_their_gradients_have_come_are_found() -> None:
         merges = [task._replace(lane="early") for task in tasks if task.op.name == MERGE]
         return [*(task for task in tasks if task.op.name != MERGE), *merges]
 
-    problems = check(changed(early, replicated(NESTED, [MERGE]))).problems
+    problems = check(changed(early, including(NESTED, [MERGE]))).problems
     assert any("collectives of group rows have no single order" in text for text in problems)
     assert any("missing edge GRAD(t" in text and "-> MERGE(t" in text for text in problems)
 
@@ -264,8 +315,35 @@ def test_an_average_that_comes_after_the_next_rows_have_left_is_found() -> None:
         place = next(i for i, task in enumerate(kept) if task.op.name == EMB) + 1
         return [*kept[:place], Task(Op(AVERAGE, t - 1), COMPUTE), *kept[place:]]
 
-    verdict = check(changed(late, replicated(SCHEDULES["serial"](), [AVERAGE])))
+    verdict = check(changed(late, including(SCHEDULES["serial"](), [AVERAGE])))
     assert verdict.problems or verdict.stale_by == 1
+
+
+# -- samples dealt over workers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeping", [[], [MERGE, AVERAGE]], ids=["alone", "replicas"])
+@pytest.mark.parametrize("name", ["serial", "dbp", "fwp", "nested", "stale"])
+def test_every_schedule_is_as_fresh_with_samples_dealt(name: str, keeping: list[str]) -> None:
+    plain = SCHEDULES[name](micro_batches=2)
+    schedule = including(plain, [DEAL, *keeping])
+    verdict, before = require(schedule, [DEAL, *keeping]), check(plain)
+    assert (verdict.stale_by, verdict.in_flight) == (before.stale_by, before.in_flight)
+    dealt, read = (next(task for task in schedule.tasks if task.op.name == op) for op in (DEAL, PREFETCH))
+    assert dealt.op.batch == read.op.batch == schedule.look_ahead and dealt.lane == read.lane
+
+
+def test_a_run_that_deals_samples_and_a_schedule_that_does_not_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"no DEAL\(t\): workers would compute on what they have read"):
+        require(NESTED, [DEAL])
+
+
+def test_a_batch_that_is_copied_while_it_is_dealt_is_found() -> None:
+    def undo(t: int, tasks: list[Task]) -> list[Task]:
+        return [task._replace(after=tuple(op for op in task.after if op.name != DEAL)) for task in tasks]
+
+    problems = check(changed(undo, including(NESTED, [DEAL]))).problems
+    assert any("missing edge DEAL(t) -> H2D(t): both touch the batch" in text for text in problems), problems
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -297,7 +375,9 @@ def test_unrolling_fills_and_empties_the_pipeline() -> None:
     assert {H2D, BWD, AGREE} <= {task.op.name for task in tasks}
 
 
-@pytest.mark.parametrize(("name", "look_ahead"), [("serial", 2), ("fwp", 2), ("dbp", 0), ("nested", 0), ("stale", -1)])
+@pytest.mark.parametrize(
+    ("name", "look_ahead"), [("serial", 2), ("fwp", 2), ("dbp", 0), ("nested", 0), ("semi_async", 0), ("stale", -1)]
+)
 def test_a_look_ahead_that_does_not_fit_is_refused_with_the_fix(name: str, look_ahead: int) -> None:
     with pytest.raises(ValueError, match=r"look-?_?ahead.*(leave it out|at least 1)"):
         SCHEDULES[name](look_ahead=look_ahead)
@@ -324,6 +404,6 @@ def moved(of: Schedule, name: str, before: str) -> Schedule:
     ],
 )
 def test_an_operation_that_comes_before_what_it_needs_is_found(name: str, before: str, problem: str) -> None:
-    schedule = replicated(SCHEDULES["serial"](), [MERGE, AVERAGE] if name in (MERGE, AVERAGE) else [])
+    schedule = including(SCHEDULES["serial"](), [MERGE, AVERAGE] if name in (MERGE, AVERAGE) else [])
     assert not check(schedule).problems
     assert any(text.startswith(problem) for text in check(moved(schedule, name, before)).problems)

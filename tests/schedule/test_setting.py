@@ -15,6 +15,7 @@ KNOWN = {
     "dbp": (True, False, True),
     "fwp": (False, True, True),
     "nested": (True, True, True),
+    "semi_async": (True, True, False),
     "stale": (True, False, False),
 }
 
@@ -63,5 +64,5 @@ def test_its_name_tells_settings_apart() -> None:
 def test_the_trainer_takes_all_of_it() -> None:
     assert Setting("dbp", replicas=2).options() == {
         "schedule": "dbp", "micro_batches": 1, "window_cache": True, "clustering": "window", "look_ahead": None,
-        "replicas": 2, "near": "shards",
+        "replicas": 2, "near": "shards", "balance": "none",
     }  # fmt: skip

@@ -15,7 +15,7 @@ from nestpipe.simulate.network import Level, Network
 from nestpipe.simulate.profile import READ
 from nestpipe.simulate.sweep import predict, run
 from nestpipe.simulate.workload import Workload, of_config
-from nestpipe.sizes import BUCKET_BYTES
+from nestpipe.sizes import BUCKET_BYTES, NUM_TOTALS
 from tests.simulate import tiny
 from tests.simulate.tiny import load, profile, workload
 
@@ -61,7 +61,7 @@ def test_what_workers_do_together_takes_what_the_network_says() -> None:
     assert costs(Op("EMB", 0)).together == costs(Op("GRAD", 0)).together == rows > 0
     sizes = LINKS.all_to_all(8 * (1 + 4) * 8, 8)  # the state of the sender, and four figures of the one table
     assert costs(Op("ROUTE", 0)).together == pytest.approx(LINKS.all_to_all(20 * 8, 8) + sizes)
-    assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(8 * 8, 8)
+    assert costs(Op("AGREE", 0)).together == LINKS.all_reduce(8 * NUM_TOTALS, 8)
     for name in set(NEEDED) - {"ROUTE", "EMB", "GRAD", "AGREE", "REDUCE"}:
         assert costs(Op(name, 0)).together is None
 

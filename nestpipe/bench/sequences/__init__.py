@@ -1,0 +1,1 @@
+"""`nestpipe bench sequences`: models of long histories."""
