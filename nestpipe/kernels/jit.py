@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
+
+try:
+    import fcntl
+except ImportError:  # Windows: every process compiles for itself
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE = 60.0  # seconds to wait for another process that compiles the same kernel; it takes one or two
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled on first use, kept on disk, runs without the GIL so that lanes overlap.
+    """Compiled on first use, kept on disk, runs without the GIL so that lanes overlap. Workers that start together on a machine
+    compile it once.
 
     No fast-math: the order of every sum is part of a kernel's contract.
     """
-    return numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+    dispatcher: Any = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+    compile_it = dispatcher.compile
+
+    def compile_once(signature: Any) -> Any:
+        with global_compiler_lock, _alone(dispatcher):
+            return compile_it(signature)
+
+    dispatcher.compile = compile_once
+    return dispatcher
+
+
+@contextlib.contextmanager
+def _alone(dispatcher: Any) -> Iterator[None]:
+    """While it lasts, other processes wait to compile the same kernel, and then find it on disk. A kernel that calls another
+    waits for it with its own lock held: calls make no circle, so neither do waits."""
+    function = dispatcher.py_func
+    name = f"{function.__module__}.{function.__name__}-{function.__code__.co_firstlineno}.lock"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a folder that cannot be written to: each compiles for itself
+            folder = dispatcher.stats.cache_path
+            os.makedirs(folder, exist_ok=True)
+            file = stack.enter_context(open(os.path.join(folder, name), "w"))
+            give_up = time.monotonic() + PATIENCE
+            while fcntl is not None and time.monotonic() < give_up:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+        yield
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
