@@ -1,6 +1,6 @@
 """What candidate attention computes, in plain torch, one sample after the other: the definition that the fast way is tested with.
 
-Any dtype and device; autograd does the gradients. A candidate is put behind the keys of its sample as one more, which only it sees.
+Any dtype and device; autograd does the gradients. A candidate is put behind the keys of its sample as one more, for itself only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The definition of candidate attention, against the sum written out and against causal attention with one candidate at the end."""
+"""The definition of candidate attention: the sum written out, and causal attention with one candidate at the end."""
 
 from __future__ import annotations
 
