@@ -1,6 +1,6 @@
 """What layers of all models of histories share: the way of a token through one, whichever tokens it sees.
 
-Shape legend: B samples, T tokens (items, or the tail of them), C candidates, S items with keys, D row width, E = heads x head width.
+Shape legend: B samples, T tokens (items, or the last of them), C candidates, S items with keys, D row width, E = heads x width.
 """
 
 from __future__ import annotations

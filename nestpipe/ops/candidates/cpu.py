@@ -2,8 +2,8 @@
 
 What items weigh by their place and time is one vector for all candidates of a sample: it is added to a tile by the product
 itself. Without queries, all candidates of a sample get the same from its items, which is computed once. What a candidate gets
-from itself is a dot product, without a tile. The backward computes the scores again; temporaries are a few times `TILE` floats, or
-of the size of the inputs.
+from itself is a dot product, without a tile. The backward computes the scores again. Temporaries are a few times `TILE` floats,
+or of the size of the inputs.
 
 What the shape of a tile depends on is the number of candidates and of items of its sample, so that neighbours change no bit.
 
