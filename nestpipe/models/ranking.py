@@ -80,14 +80,14 @@ class Ranker(HistoryModel):
         )
         check_names(type(self).__name__, candidates=candidates, now=now)
         self.candidates, self.now = candidates, now
-        self.score_weight = nn.Parameter(torch.empty(dim).normal_(std=dim**-0.5))
+        self.score_weight = nn.Parameter(torch.empty(dim).normal_(std=0.02))
         self.score_bias = nn.Parameter(torch.zeros(()))
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
-        labels_C = self._labels(batch)
         scores = self._of_batch(batch, rows)
+        labels_C = self._labels(batch)
         losses_C = functional.binary_cross_entropy_with_logits(
             scores.values, labels_C.to(scores.values.dtype), reduction="none"
         )

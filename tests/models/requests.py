@@ -12,7 +12,9 @@ DIM = 16
 CATALOGUE = 50
 
 
-def make_requests(lengths: list[int], counts: list[int], *, dim: int = DIM, seed: int = 0) -> tuple[Batch, dict[str, Jagged]]:
+def make_requests(
+    lengths: list[int], counts: list[int], *, dim: int = DIM, seed: int = 0
+) -> tuple[Batch, dict[str, Jagged]]:
     """Users with so many items and candidates."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -49,10 +51,14 @@ def full_pass(model: Ranker, batch: Batch, rows: dict[str, Jagged]) -> Jagged:
     return model.rank([None] * batch.size, rows["history"], rows["candidates"], times=times, now=now)
 
 
-def relay(model: Ranker, batch: Batch, rows: dict[str, Jagged], tails: list[int], dtype: torch.dtype | None = None) -> Jagged:
+def relay(
+    model: Ranker, batch: Batch, rows: dict[str, Jagged], tails: list[int], dtype: torch.dtype | None = None
+) -> Jagged:
     """The same in two steps: all but the last items as a prefix."""
     heads = batch.keys["history"].lengths - torch.tensor(tails)
-    (first, last), (first_times, last_times) = (part.split(heads) for part in (rows["history"], batch.dense["timestamps"]))
+    (first, last), (first_times, last_times) = (
+        part.split(heads) for part in (rows["history"], batch.dense["timestamps"])
+    )
     prefixes = [prefix.to(dtype=dtype) for prefix in model.prefix(first, first_times)]
     return model.rank(prefixes, last, rows["candidates"], times=last_times, now=batch.dense["now"])
 
