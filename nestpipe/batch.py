@@ -219,7 +219,7 @@ class Batch:
 
     keys: one Jagged of int64 keys per feature.
     dense: everything the model reads besides rows: tensors [B, ...] or Jagged.
-    labels: [B] or [B, ...], if the model needs any.
+    labels: [B] or [B, ...], if the model needs any; or a Jagged, one per candidate of a sample.
 
     `dense["seen"]` of a batch that is ranked: a Jagged of all keys that each sample's user has had, where the history that the
     model reads is only the end of it (see `Trainer.evaluate_ranking`).
@@ -227,7 +227,7 @@ class Batch:
 
     keys: dict[str, Jagged]
     dense: dict[str, Tensor | Jagged] = dataclasses.field(default_factory=dict)
-    labels: Tensor | None = None
+    labels: Tensor | Jagged | None = None
 
     @property
     def size(self) -> int:
@@ -256,12 +256,13 @@ class Batch:
         return self._map(Jagged.pin_memory, Tensor.pin_memory)
 
     def _map(self, jagged: Callable[[Jagged], Jagged], tensor: Callable[[Tensor], Tensor]) -> Batch:
+        def of_either(part: Tensor | Jagged) -> Tensor | Jagged:
+            return jagged(part) if isinstance(part, Jagged) else tensor(part)
+
         return Batch(
             keys={name: jagged(part) for name, part in self.keys.items()},
-            dense={
-                name: jagged(part) if isinstance(part, Jagged) else tensor(part) for name, part in self.dense.items()
-            },
-            labels=None if self.labels is None else tensor(self.labels),
+            dense={name: of_either(part) for name, part in self.dense.items()},
+            labels=None if self.labels is None else of_either(self.labels),
         )
 
     @classmethod
@@ -287,7 +288,7 @@ class Batch:
 
     @classmethod
     def from_kjt(
-        cls, kjt: Any, *, dense: Mapping[str, Tensor | Jagged] | None = None, labels: Tensor | None = None
+        cls, kjt: Any, *, dense: Mapping[str, Tensor | Jagged] | None = None, labels: Tensor | Jagged | None = None
     ) -> Batch:
         """Takes a TorchRec KeyedJaggedTensor; reads it through `keys()` and the JaggedTensors of `kjt[name]`."""
         keys = {}
@@ -304,12 +305,12 @@ class Output:
 
     losses: [B], each the *sum* over what the sample is made of (tokens, say), so that splitting a batch changes nothing.
     weights: [B], how much each sample counts in the mean (its number of tokens); 1 each if left out.
-    predictions: whatever metrics read, first dimension B (probabilities of a ranker).
+    predictions: whatever metrics read, first dimension B (probabilities of a ranker); a Jagged where the labels are.
     """
 
     losses: Tensor
     weights: Tensor | None = None
-    predictions: Tensor | None = None
+    predictions: Tensor | Jagged | None = None
 
 
 def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
@@ -324,7 +325,9 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
             _check_kind(f"dense input {name!r}", part)
         else:
             _check_per_sample(f"dense input {name!r}", part)
-    if batch.labels is not None:
+    if isinstance(batch.labels, Jagged):
+        _check_kind("labels", batch.labels)
+    elif batch.labels is not None:
         _check_per_sample("labels", batch.labels)
     size = batch.size
     missing = [name for name in feature_names if name not in batch.keys]
@@ -357,7 +360,10 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
             if len(part) != size:
                 raise ValueError(f"dense input {name!r} has {len(part)} samples, the batch has {size}")
             _check_finite(f"dense input {name!r}", part)
-    if batch.labels is not None:
+    if isinstance(batch.labels, Jagged):
+        _check_jagged("labels", batch.labels, size)
+        _check_finite("labels", batch.labels.values)
+    elif batch.labels is not None:
         if len(batch.labels) != size:
             raise ValueError(f"labels are given for {len(batch.labels)} samples, the batch has {size}")
         _check_finite("labels", batch.labels)

@@ -1,4 +1,4 @@
-"""AUC, normalized entropy, HR@k and NDCG@k: exact, and the same number however the samples are spread over workers.
+"""AUC, normalized entropy, HR@k, NDCG@k, and those of lists: exact, and the same number however samples are spread over workers.
 
 Each metric collects its own worker's state in `update` and merges over torch.distributed in `compute`, which every
 worker of the group must then call. `reset` forgets what was collected; `Trainer.evaluate` begins with it. What is merged
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nestpipe.batch import Jagged
 
-__all__ = ["AUC", "NDCG", "HitRate", "NormalizedEntropy"]
+__all__ = ["AUC", "GAUC", "NDCG", "HitRate", "ListNDCG", "NormalizedEntropy"]
 
 # Fixed point: 2**-40 is far below what a loss of float32 predictions means, and integers add up in any order.
 FIXED_POINT = 2**40
@@ -147,6 +147,109 @@ class NDCG:
         count, *at_rank = _sum_over_workers([self._count, *self._at_rank], group)
         gain = math.fsum(hits / math.log2(2 + place) for place, hits in enumerate(at_rank))
         return gain / count if count else math.nan
+
+
+class ListNDCG:
+    """NDCG@k of lists: the mean, over samples with a positive, of DCG@k over that of the best order.
+
+    A candidate counts its label / log2(1 + rank), 0 beyond the first k. Equal scores share the mean of their ranks' discounts:
+    the order within a list means nothing. Scores are compared as float32.
+    """
+
+    takes_lists = True
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.reset()
+
+    def reset(self) -> None:
+        self._gain = self._count = 0
+
+    def update(self, predictions: Jagged, labels: Jagged) -> None:
+        """Any scores, and labels of at least 0, one for each candidate of each sample."""
+        scores, gains, sample = _checked_lists(predictions, labels)
+        if len(gains) and gains.min() < 0:
+            raise ValueError(f"ListNDCG: label {gains.min()} is below 0; give clicks or ratings")
+        of_samples = [_dcg(by, gains, sample, len(labels), self.k) for by in (scores, gains)]
+        reached, best = of_samples
+        defined = best > 0
+        self._gain += _fixed_sum(reached[defined] / best[defined])
+        self._count += int(defined.sum())
+
+    def compute(self, *, group: Any = None) -> float:
+        gain, count = _sum_over_workers([self._gain, self._count], group)
+        return gain / (count * FIXED_POINT) if count else math.nan
+
+
+class GAUC:
+    """AUC of each list, averaged with its number of candidates as weight, over lists with positives and negatives."""
+
+    takes_lists = True
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._won = self._count = 0
+
+    def update(self, predictions: Jagged, labels: Jagged) -> None:
+        """Any scores, compared as float32, and labels of 0 or 1, one for each candidate of each sample."""
+        scores, gains, sample = _checked_lists(predictions, labels)
+        wrong = (gains != 0) & (gains != 1)
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise ValueError(
+                f"GAUC: label {gains[place]} of sample {int(sample[place])} is neither 0 nor 1; binarize it"
+            )
+        level, order = _levels(scores, sample)
+        positives = np.bincount(level, gains[order] == 1, minlength=0).astype(np.int64)
+        negatives = np.bincount(level).astype(np.int64) - positives
+        of_level = sample[order][np.flatnonzero(np.diff(level, prepend=-1))]
+        # Levels of a sample run from its highest score down: behind are the negatives that a positive is above.
+        lost = np.cumsum(negatives)
+        total = np.bincount(of_level, negatives, minlength=len(labels)).astype(np.int64)
+        behind = np.cumsum(total)[of_level] - lost
+        won_twice = np.bincount(of_level, positives * (2 * behind + negatives), minlength=len(labels))
+        pairs = np.bincount(of_level, positives, minlength=len(labels)) * total
+        defined = pairs > 0
+        counts = labels.lengths.cpu().numpy()[defined]
+        # Python's integers: a long list times a large weight does not fit 64 bits of fixed point.
+        shares = won_twice[defined] / (2 * pairs[defined])
+        self._won += sum(int(c) * int(s) for c, s in zip(counts, np.rint(shares * FIXED_POINT), strict=True))
+        self._count += int(counts.sum())
+
+    def compute(self, *, group: Any = None) -> float:
+        won, count = _sum_over_workers([self._won, self._count], group)
+        return won / (count * FIXED_POINT) if count else math.nan
+
+
+def _checked_lists(predictions: Jagged, labels: Jagged) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores, labels, and the sample of each."""
+    if not isinstance(predictions, Jagged) or not isinstance(labels, Jagged):
+        raise ValueError("predictions and labels must both be a Jagged, one list per sample")
+    if not torch.equal(predictions.offsets.cpu(), labels.offsets.cpu()):
+        raise ValueError("a sample has another number of predictions than of labels")
+    _check_pairs(predictions.values, labels.values)
+    scores = predictions.values.detach().to("cpu", torch.float32).numpy()
+    return scores, labels.values.cpu().double().numpy(), labels.sample_ids().cpu().numpy()
+
+
+def _levels(scores: np.ndarray, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates by sample and falling score: a number for each score of each sample, and which candidate stands there."""
+    order = np.lexsort((-scores, sample))
+    new = np.diff(scores[order], prepend=np.nan) != 0
+    new |= np.diff(sample[order], prepend=-1) != 0
+    return np.cumsum(new) - 1, order
+
+
+def _dcg(scores: np.ndarray, gains: np.ndarray, sample: np.ndarray, num_samples: int, k: int) -> np.ndarray:
+    """Of each sample, [B], in the order of its scores."""
+    level, order = _levels(scores, sample)
+    starts = np.searchsorted(sample[order], np.arange(num_samples))
+    rank = np.arange(len(order)) - starts[sample[order]]
+    discount = np.where(rank < k, 1 / np.log2(2.0 + rank), 0.0)
+    shared = np.bincount(level, discount) / np.maximum(np.bincount(level), 1)
+    return np.bincount(sample[order], gains[order] * shared[level], minlength=num_samples)
 
 
 def target_ranks(

@@ -34,7 +34,7 @@ from nestpipe.engine.evaluation import judge_losses, judge_ranking
 from nestpipe.errors import Stopped, TrainingError, did_you_mean
 from nestpipe.exchange.samples import token_feature
 from nestpipe.files import check_writable, plain, write_json
-from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy
+from nestpipe.metrics import AUC, GAUC, NDCG, HitRate, ListNDCG, NormalizedEntropy
 from nestpipe.process import join_group
 from nestpipe.tables import Table
 from nestpipe.trainer import FitResult, Trainer
@@ -337,13 +337,14 @@ def evaluate(config: Config, *, checkpoint: Path, split: str) -> dict[str, float
 
 
 def evaluate_split(trainer: Trainer, built: Built, config: Config, split: str) -> dict[str, float]:
-    """HR@k and NDCG@k for a model that ranks candidates, AUC and normalized entropy for one that predicts clicks."""
+    """HR@k and NDCG@k for a model that ranks all items; AUC and normalized entropy for one that predicts clicks, and where each
+    user has a list of candidates, GAUC and NDCG@k of these lists."""
     settings = config.train
     # What goes wrong with the data of one worker must reach all: batches are made where they are read, in the loader's thread.
     judged = functools.partial(_judged, built, config, split, rank=trainer.rank, world=trainer.world)
     batches = _unless_stopped(trainer, judged)
     if not _ranks(built):
-        return trainer.evaluate(batches, _click_metrics())
+        return trainer.evaluate(batches, _click_metrics(built, config))
     history, table = _history(built)
     make: Callable[[], torch.Tensor] = built.data.candidates  # type: ignore[attr-defined]
     return trainer.evaluate_ranking(
@@ -362,8 +363,16 @@ def _judged(built: Built, config: Config, split: str, *, rank: int, world: int) 
     return built.data.batches(split, batch_size=settings.eval_batch_size, rank=rank, world=world, seed=settings.seed)
 
 
-def _click_metrics() -> dict[str, Any]:
-    return {"AUC": AUC(), "NE": NormalizedEntropy()}
+def _click_metrics(built: Built, config: Config) -> dict[str, Any]:
+    metrics: dict[str, Any] = {"AUC": AUC(), "NE": NormalizedEntropy()}
+    if _has_lists(built):
+        metrics |= {"GAUC": GAUC()} | {f"NDCG@{k}": ListNDCG(k) for k in config.train.rank_at}
+    return metrics
+
+
+def _has_lists(built: Built) -> bool:
+    """Whether each sample has candidates of its own, with a label each."""
+    return bool(getattr(built.data, "has_lists", False))
 
 
 def _unless_stopped(trainer: Trainer, batches: Callable[[], Iterable[Batch]]) -> Iterator[Batch]:
@@ -374,8 +383,8 @@ def _unless_stopped(trainer: Trainer, batches: Callable[[], Iterable[Batch]]) ->
 
 
 def _ranks(built: Built) -> bool:
-    """Whether the data is for ranking candidates; then the model must be able to."""
-    if not hasattr(built.data, "candidates"):
+    """Whether the data is for ranking all items; then the model must be able to."""
+    if not hasattr(built.data, "candidates") or _has_lists(built):
         return False
     missing = [name for name in ("query", "score") if not hasattr(built.model, name)]
     if missing:
@@ -430,7 +439,8 @@ def _try_evaluation(trainer: Trainer, built: Built, config: Config, split: str) 
                 rows[feature.name] = 0.02 * torch.randn(batch.size, dim, device=device)
         if ranks:
             history, table = _history(built)
-            candidates = torch.empty(0, dtype=torch.int64) if batch.labels is None else batch.labels.unique()
+            targets = batch.labels
+            candidates = targets.unique() if isinstance(targets, torch.Tensor) else torch.empty(0, dtype=torch.int64)
             metrics: dict[str, Any] = {f"HR@{k}": HitRate(k) for k in config.train.rank_at}
             metrics |= {f"NDCG@{k}": NDCG(k) for k in config.train.rank_at}
             of_candidates = 0.02 * torch.randn(len(candidates), table.dim, device=device)
@@ -444,7 +454,7 @@ def _try_evaluation(trainer: Trainer, built: Built, config: Config, split: str) 
                 seen_targets=config.train.seen_targets,
             )
         else:
-            judge, _ = judge_losses(model, _click_metrics())
+            judge, _ = judge_losses(model, _click_metrics(built, config))
         try:
             model.eval()
             judge(batch, rows)

@@ -276,6 +276,9 @@ class Trainer:
         No row is born, counted or changed. Metrics are objects such as nestpipe.metrics.AUC(), or your own with
         `update(predictions, labels)`, `compute(group=...)` and `reset()`. They are reset first: what they were fed before
         does not count. One without `reset()` is taken once.
+
+        Where predictions and labels are Jagged, lists of candidates, a metric gets all of them end to end, unless it says
+        `takes_lists = True`, as nestpipe.metrics.GAUC() and ListNDCG(k) do.
         """
         return self._worker.evaluation.losses(batches, metrics, self._worker.group)
 

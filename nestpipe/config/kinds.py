@@ -14,7 +14,13 @@ from nestpipe.data import DATASETS, SPLITS
 from nestpipe.errors import did_you_mean
 from nestpipe.fields import check, hints
 
-MODELS: dict[str, type[nn.Module]] = {"dlrm": models.DLRM, "fuxi": models.FuXi, "hstu": models.HSTU}
+MODELS: dict[str, type[nn.Module]] = {
+    "dlrm": models.DLRM,
+    "fuxi": models.FuXi,
+    "fuxi_ranker": models.FuXiRanker,
+    "hstu": models.HSTU,
+    "hstu_ranker": models.HSTURanker,
+}
 BATCHES = "batches(self, split, *, batch_size, rank, world, seed, epoch=0)"
 
 

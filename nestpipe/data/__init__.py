@@ -8,6 +8,7 @@ from nestpipe.data.dataset import SPLITS, Dataset
 from nestpipe.data.epoch import Epoch, by_tokens
 from nestpipe.data.histories import Histories, HistoryDataset
 from nestpipe.data.kuairand import KuaiRand, KuaiRandSequences
+from nestpipe.data.kuairand_clicks import KuaiRandClicks
 from nestpipe.data.kuairand_like import KuaiRandLike
 from nestpipe.data.movielens import MovieLens
 from nestpipe.data.parquet import Parquet
@@ -19,6 +20,7 @@ DATASETS: dict[str, type] = {
     "synthetic_sequences": SyntheticSequences,
     "synthetic_clicks": SyntheticClicks,
     "kuairand_like": KuaiRandLike,
+    "kuairand_clicks": KuaiRandClicks,
     "sequences": Sequences,
     "movielens": MovieLens,
     "criteo": Criteo,
@@ -36,6 +38,7 @@ __all__ = [
     "Histories",
     "HistoryDataset",
     "KuaiRand",
+    "KuaiRandClicks",
     "KuaiRandLike",
     "KuaiRandSequences",
     "MovieLens",

@@ -27,6 +27,9 @@ class Dataset(Protocol):
     and "test" `labels`: [B] int64, the key of the target item. Where the history that they give is cut, `dense["seen"]` has
     all keys before the target there.
 
+    Data for rankers, which score a list of candidates for each sample, says `has_lists = True`: `keys["candidates"]` are the
+    lists, `labels` a Jagged with a number from 0 to 1 for each candidate, at every split.
+
     What `batches` returns may have `skip(count) -> int`, which passes over the first batches without making them and returns
     how many there were: a run that is resumed asks for it, and takes them one by one where there is none.
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from nestpipe.batch import SEEN, Batch, Jagged
 from nestpipe.data import dataset
-from nestpipe.data.draws import stream_of
+from nestpipe.data.draws import stream_of, uniform_lists, uniform_table
 from nestpipe.data.epoch import Cut, Epoch
+from nestpipe.data.impressions import impressions
 from nestpipe.data.negatives import check_negatives, draw_negatives
 
-_ORDER, _NEGATIVES = 0, 1
+_ORDER, _NEGATIVES, _CUT = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,9 +49,11 @@ class HistoryDataset:
     negatives_per: "sample": so many for each sample; "position": for each item of a history but the last.
     log_q: adds `dense["log_q"]`: of each item of a history the logarithm of its share of all training events, for in-batch
         negatives.
+    num_clicked: above 0, the data is for rankers: `keys["candidates"]` instead of negatives, `labels` with 1 for items that the
+        user has next and 0 for `num_negatives` drawn ones, and `dense["now"]`, the time of the first of the former. At "train" a
+        history is cut somewhere, by (seed, epoch, user), and the next items, up to `num_clicked` of them, are clicked; where there
+        is no next item there are no candidates. At "valid" and "test" the target is.
     """
-
-    features = ("history", "negatives")
 
     def __init__(
         self,
@@ -60,10 +63,13 @@ class HistoryDataset:
         num_negatives: int,
         negatives_per: str = "sample",
         log_q: bool = False,
+        num_clicked: int = 0,
     ) -> None:
-        dataset.check_at_least(max_length=(max_length, 1))
+        dataset.check_at_least(max_length=(max_length, 1), num_clicked=(num_clicked, 0))
         check_negatives(num_negatives, negatives_per)
-        self.histories = histories
+        self.histories, self.num_clicked = histories, num_clicked
+        self.has_lists = num_clicked > 0
+        self.features = ("history", "candidates") if self.has_lists else ("history", "negatives")
         self.max_length, self.num_negatives, self.negatives_per = max_length, num_negatives, negatives_per
         self._catalogue = np.unique(histories.items)
         lengths = np.diff(histories.offsets)
@@ -103,16 +109,23 @@ class HistoryDataset:
         negatives = stream_of(seed, epoch, dataset.SPLITS.index(split), _NEGATIVES)
 
         begins, ends = self.histories.offsets, self._ends[split]
+        if self.has_lists and split == "train":
+            ends = self._cuts(stream_of(seed, epoch, _CUT))
         return Epoch(
             len(samples),
             "history",
             lambda places: np.minimum(ends[samples[places]] - begins[samples[places]], self.max_length),
-            lambda places: self._batch(samples[places], split, negatives),
+            lambda places: self._batch(samples[places], ends[samples[places]], split, negatives),
         )
 
-    def _batch(self, users: np.ndarray, split: str, negatives: np.uint64) -> Batch:
+    def _cuts(self, stream: np.uint64) -> np.ndarray:
+        """Of each user, where the training history ends that has a next item: behind one of its items but the last."""
+        begins, ends = self.histories.offsets[:-1], self._ends["train"]
+        u = uniform_table(stream, np.arange(len(begins)), 1)[:, 0]
+        return begins + np.minimum(1 + (u * (ends - begins - 1)).astype(np.int64), ends - begins)
+
+    def _batch(self, users: np.ndarray, ends: np.ndarray, split: str, negatives: np.uint64) -> Batch:
         store = self.histories
-        ends = self._ends[split][users]
         where, offsets = _between(np.maximum(store.offsets[users], ends - self.max_length), ends)
         dense: dict[str, Tensor | Jagged] = {}
         if store.times is not None:
@@ -122,6 +135,8 @@ class HistoryDataset:
             dense[SEEN] = dataset.jagged(store.items[whole], whole_offsets)
         if self._log_q is not None:
             dense["log_q"] = dataset.jagged(self._log_q[where], offsets.copy())
+        if self.has_lists:
+            return self._lists(users, ends, split, negatives, dataset.jagged(store.items[where], offsets), dense)
         picks, pick_offsets = draw_negatives(
             negatives,
             users,
@@ -138,6 +153,31 @@ class HistoryDataset:
             dense=dense,
             labels=None if split == "train" else torch.from_numpy(store.items[ends]),
         )
+
+
+    def _lists(
+        self,
+        users: np.ndarray,
+        ends: np.ndarray,
+        split: str,
+        negatives: np.uint64,
+        history: Jagged,
+        dense: dict[str, Tensor | Jagged],
+    ) -> Batch:
+        """Histories that end at `ends`, and what comes next among drawn items."""
+        store = self.histories
+        last = np.minimum(ends + self.num_clicked, self._ends["train"][users]) if split == "train" else ends + 1
+        clicked, clicked_offsets = _between(ends, last)
+        passed_offsets = dataset.offsets_of(np.where(last > ends, self.num_negatives, 0))
+        passed = uniform_lists(negatives, users, passed_offsets, len(self._catalogue))
+        shuffle = stream_of(int(negatives), _CUT)
+        candidates, labels = impressions(
+            shuffle, users, (store.items[clicked], clicked_offsets), (self._catalogue[passed], passed_offsets)
+        )
+        if store.times is not None:  # where nothing comes next, any time will do
+            dense["now"] = torch.from_numpy(store.times[np.minimum(ends, len(store.times) - 1)])
+        dense.pop(SEEN, None)  # lists are ranked, not all items
+        return Batch({"history": history, "candidates": candidates}, dense, labels)
 
 
 def _between(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ _SESSION = 20.0  # items, on average
 _WATCHED, _AWAY = 30.0, 28_800.0  # seconds between two items of a session, and between two sessions, on average
 _RECENT = 200  # how far back a user goes for an item to watch again
 # What a stream is for; each purpose has its own, so that adding draws to one does not change another.
-_WALK, _LENGTH, _ORDER, _NEGATIVES = 0, 1, 2, 3
+WALK, LENGTH, ORDER, _NEGATIVES = 0, 1, 2, 3
 _HELD_OUT = {"train": 0, "valid": 1, "test": 2}  # items behind the training history, the last of them the target
 
 
@@ -94,7 +94,7 @@ class KuaiRandLike:
         self._law = (num_items, float(skew), num_topics, num_tastes, float(repeats), float(loyalty))
         self._evaluated = np.arange(min(num_evaluated, num_users))
         quantiles = length_quantiles("lognormal", mean_length, min_length, max_length)
-        u = uniform_table(stream_of(seed, _LENGTH), np.arange(num_users), 1)[:, 0]
+        u = uniform_table(stream_of(seed, LENGTH), np.arange(num_users), 1)[:, 0]
         self._lengths = quantiles[(u * len(quantiles)).astype(np.int64)]
 
     def candidates(self) -> Tensor:
@@ -110,7 +110,7 @@ class KuaiRandLike:
         """The users of an epoch in the order in which `batches` deals them out."""
         if split != "train":
             return self._evaluated
-        return dataset.generator(seed, epoch, _ORDER).permutation(self.num_users)
+        return dataset.generator(seed, epoch, ORDER).permutation(self.num_users)
 
     def batches(
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0
@@ -133,7 +133,7 @@ class KuaiRandLike:
         """These users, in this order: any rank can make any sample."""
         held_out, epoch = _HELD_OUT[split], epoch if split == "train" else 0
         offsets = dataset.offsets_of(self._lengths[users] + held_out)
-        items, times = _walks(stream_of(self.seed, _WALK), users, offsets, *self._law)
+        items, times = walks(stream_of(self.seed, WALK), users, offsets, *self._law)
         items = to_keys(items, spread_keys=self.spread_keys)
         dense: dict[str, Tensor | Jagged] = {}
         labels = None
@@ -170,7 +170,7 @@ class KuaiRandLike:
 
 
 @kernel
-def _walks(
+def walks(
     stream: np.uint64,
     users: np.ndarray,
     offsets: np.ndarray,

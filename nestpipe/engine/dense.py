@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nestpipe.batch import Batch, Output
+from nestpipe.batch import Batch, Jagged, Output
 from nestpipe.engine.reducer import Reducer, all_finite
 from nestpipe.process import current_device
 
@@ -230,5 +230,9 @@ def checked_output(output: Any, size: int) -> Output:
         weight = float(weights[sample])
         raise ValueError(
             f"the model returned the weight {weight} for sample {sample} of its micro-batch; it must be >= 0"
+        )
+    if isinstance(output.predictions, Jagged) and len(output.predictions) != size:
+        raise ValueError(
+            f"the model returned predictions for {len(output.predictions)} samples of {size}; give one list per sample"
         )
     return output

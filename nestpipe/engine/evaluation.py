@@ -200,9 +200,27 @@ def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.n
             if output.predictions is None or batch.labels is None:
                 missing = "labels in the batch" if batch.labels is None else "Output.predictions from the model"
                 raise ValueError(f"metric {name!r} needs {missing}")
-            metric.update(output.predictions, batch.labels)
+            metric.update(*_for(metric, name, output.predictions, batch.labels))
 
     return judge, totals
+
+
+def _for(
+    metric: Any, name: str, predictions: Tensor | Jagged, labels: Tensor | Jagged
+) -> tuple[Tensor | Jagged, Tensor | Jagged]:
+    """Lists of candidates go to a metric as lists if it takes them so, else all candidates end to end."""
+    lists = getattr(metric, "takes_lists", False)
+    if isinstance(predictions, Jagged) != isinstance(labels, Jagged) or (lists and not isinstance(labels, Jagged)):
+        kinds = ["Jagged" if isinstance(part, Jagged) else "a tensor" for part in (predictions, labels)]
+        raise ValueError(
+            f"metric {name!r}: predictions are {kinds[0]}, labels {kinds[1]}; give both "
+            f"{'as a Jagged, one list per sample' if lists else 'alike'}"
+        )
+    if not isinstance(predictions, Jagged) or not isinstance(labels, Jagged):
+        return predictions, labels
+    if not torch.equal(predictions.offsets, labels.offsets):
+        raise ValueError(f"metric {name!r}: a sample has another number of predictions than of labels")
+    return (predictions, labels) if lists else (predictions.values, labels.values)
 
 
 def judge_ranking(
@@ -220,8 +238,8 @@ def judge_ranking(
     counts = np.zeros(2, np.int64)
 
     def judge(batch: Batch, rows: dict[str, Any]) -> None:
-        if batch.labels is None:
-            raise ValueError("ranking needs batch.labels: the key of each sample's target")
+        if not isinstance(batch.labels, Tensor):
+            raise ValueError("ranking needs batch.labels, a tensor: the key of each sample's target")
         seen = _seen(batch, history)
         ranks = rank_all(
             model.score,  # type: ignore[arg-type]

@@ -301,7 +301,8 @@ def _made_up(
 
     dense = {name: shortened(part) if isinstance(part, Jagged) else part for name, part in batch.dense.items()}
     keys = {name: shortened(part) for name, part in batch.keys.items()}
-    return Batch(keys, dense, batch.labels), {name: unit(part) for name, part in rows.items()}
+    labels = shortened(batch.labels) if isinstance(batch.labels, Jagged) else batch.labels
+    return Batch(keys, dense, labels), {name: unit(part) for name, part in rows.items()}
 
 
 def _copied(batch: Batch) -> Batch:

@@ -95,7 +95,6 @@ def unpack(message: np.ndarray, parts: Sequence[Part], size: int) -> Batch:
         else:
             held = take(size, part.dtype, part.shape)
         if part.place == "labels":
-            assert isinstance(held, Tensor)
             batch.labels = held
         else:
             getattr(batch, part.place)[part.name] = held

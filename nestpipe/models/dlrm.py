@@ -107,8 +107,14 @@ class DLRM(nn.Module):
     @staticmethod
     def _labels(batch: Batch) -> Tensor:
         labels = batch.labels
-        if labels is None or labels.ndim != 1:
-            got = "none" if labels is None else f"shape {tuple(labels.shape)}"
+        if not isinstance(labels, Tensor) or labels.ndim != 1:
+            got = (
+                "none"
+                if labels is None
+                else f"shape {tuple(labels.shape)}"
+                if isinstance(labels, Tensor)
+                else "a Jagged"
+            )
             raise ValueError(f"DLRM needs labels of shape [B], got {got}; set Batch.labels")
         wrong = ~((labels >= 0) & (labels <= 1))  # written so that NaN is wrong too
         if wrong.any():

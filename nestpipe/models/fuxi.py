@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nestpipe.models.sequence import SequenceModel, Tokens
-from nestpipe.ops import dropout, jagged_attention
+from nestpipe.models.layer import Attend, Layer, Projected
+from nestpipe.models.sequence import SequenceModel
+from nestpipe.ops import dropout
 
 WIDER = 4
 EPS = 1e-6
 
 
-class FuXiLayer(nn.Module):
+class FuXiLayer(Layer):
     def __init__(
         self, *, dim: int, num_heads: int, head_dim: int, max_length: int, num_time_buckets: int, dropout: float
     ) -> None:
@@ -41,35 +42,24 @@ class FuXiLayer(nn.Module):
         self.ffn_out = nn.Linear(WIDER * dim, dim, bias=False)
         self.dropout = dropout
 
-    def forward(self, x_TD: Tensor, tokens: Tokens) -> Tensor:
-        normed_TD = _rms_norm(x_TD)
-        gate_TW = functional.silu(self.gate(normed_TD))
-        channels_THW = self._channels(functional.silu(self.qkv(normed_TD)), tokens)
-        gated_TW = gate_TW * _rms_norm(channels_THW).flatten(1)
+    def norm(self, x_TD: Tensor) -> Tensor:
+        return _rms_norm(x_TD)
+
+    def finish(self, x_TD: Tensor, projected: Projected, attend: Attend, seen_T1: Tensor) -> Tensor:
+        channels_THW = self._channels(projected.q_TE, attend, seen_T1)
+        gated_TW = projected.gate * _rms_norm(channels_THW).flatten(1)
         z_TD = x_TD + self.out(dropout(gated_TW, p=self.dropout, training=self.training))
         left, right = self.ffn_in(_rms_norm(z_TD)).chunk(2, dim=-1)
         return z_TD + self.ffn_out(dropout(functional.silu(left) * right, p=self.dropout, training=self.training))
 
-    def _channels(self, qkv_TE: Tensor, tokens: Tokens) -> Tensor:
+    def _channels(self, q_TE: Tensor, attend: Attend, seen_T1: Tensor) -> Tensor:
         """[T, H, W]: what each head gets through its channels, side by side."""
-        q_TE, k_TE, v_TE = qkv_TE.chunk(3, dim=-1)
-        semantic_TE = jagged_attention(q_TE, k_TE, v_TE, tokens.offsets, num_heads=self.num_heads)
         channels = [
-            semantic_TE / tokens.seen_T1,
-            jagged_attention(None, None, v_TE, tokens.offsets, kind="weights", position_bias=self.position_weight),
+            attend(q_TE, num_heads=self.num_heads) / seen_T1,
+            attend(None, kind="weights", position_bias=self.position_weight),
         ]
         if self.time_weight is not None:
-            channels.append(
-                jagged_attention(
-                    None,
-                    None,
-                    v_TE,
-                    tokens.offsets,
-                    kind="weights",
-                    times=tokens.times_T,
-                    time_bias=self.time_weight,
-                )
-            )
+            channels.append(attend(None, kind="weights", time_bias=self.time_weight))
         return torch.cat([x_TE.unflatten(1, (self.num_heads, -1)) for x_TE in channels], dim=-1)
 
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nestpipe.models.sequence import SequenceModel, Tokens
-from nestpipe.ops import dropout, jagged_attention
+from nestpipe.models.layer import Attend, Layer, Projected
+from nestpipe.models.sequence import SequenceModel
+from nestpipe.ops import dropout
 
 
-class HSTULayer(nn.Module):
+class HSTULayer(Layer):
     def __init__(
         self, *, dim: int, num_heads: int, head_dim: int, max_length: int, num_time_buckets: int, dropout: float
     ) -> None:
@@ -32,21 +33,14 @@ class HSTULayer(nn.Module):
         self.time_bias = nn.Parameter(torch.empty(num_time_buckets).normal_(std=0.02)) if num_time_buckets else None
         self.dropout = dropout
 
-    def forward(self, x_TD: Tensor, tokens: Tokens) -> Tensor:
-        normed_TD = functional.layer_norm(x_TD, x_TD.shape[-1:])
-        gate_TE = functional.silu(self.gate(normed_TD))
-        q_TE, k_TE, v_TE = functional.silu(self.qkv(normed_TD)).chunk(3, dim=-1)
-        attended_TE = jagged_attention(
-            q_TE,
-            k_TE,
-            v_TE,
-            tokens.offsets,
-            num_heads=self.num_heads,
-            position_bias=self.position_bias,
-            times=tokens.times_T,
-            time_bias=self.time_bias,
+    def norm(self, x_TD: Tensor) -> Tensor:
+        return functional.layer_norm(x_TD, x_TD.shape[-1:])
+
+    def finish(self, x_TD: Tensor, projected: Projected, attend: Attend, seen_T1: Tensor) -> Tensor:
+        attended_TE = attend(
+            projected.q_TE, num_heads=self.num_heads, position_bias=self.position_bias, time_bias=self.time_bias
         )
-        gated_TE = gate_TE * functional.layer_norm(attended_TE / tokens.seen_T1, (self.inner,))
+        gated_TE = projected.gate * functional.layer_norm(attended_TE / seen_T1, (self.inner,))
         return x_TD + self.out(dropout(gated_TE, p=self.dropout, training=self.training))
 
 

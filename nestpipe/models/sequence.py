@@ -1,34 +1,23 @@
-"""What models of histories share: inputs, the loss of the next item, queries and scores. HSTU and FuXi are their layers.
+"""What next-item models share: the loss of the next item, queries and scores. HSTU and FuXi are their layers.
 
 Shape legend: B samples, T tokens of all histories, P tokens that have a next one, D row width, N candidates.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.models.arguments import check_dropout, check_names, check_rows, check_whole, is_number
+from nestpipe.models.arguments import check_rows, is_number
+from nestpipe.models.history import HistoryModel
+from nestpipe.models.layer import Tokens
 from nestpipe.models.negatives import Negatives, Positions
-from nestpipe.ops import dropout, normalize
+from nestpipe.ops import normalize
 
 
-@dataclasses.dataclass(eq=False)
-class Tokens:
-    """What a layer knows of the tokens besides their states."""
-
-    offsets: Tensor
-    seen_T1: Tensor  # how many items a token sees: its place + 1
-    times_T: Tensor | None
-
-
-class SequenceModel(nn.Module):
+class SequenceModel(HistoryModel):
     """Predicts item i + 1 of a history from items 0..i: sampled softmax over the true item and negatives.
 
     Reads `rows[history]` (a Jagged [T, dim]), `rows[negatives]` (a Jagged, or Streamed if the feature is) and the keys of both;
@@ -55,11 +44,8 @@ class SequenceModel(nn.Module):
     With shared or in-batch negatives a loss depends on which samples share a micro-batch, and the model declares
     `mixes_samples = "micro-batch"`. With all others each sample is by itself.
 
-    A child says what a layer is: `layer_class(dim=, num_heads=, head_dim=, max_length=, num_time_buckets=, dropout=)`, a module
-    that makes states [T, D] of states [T, D] and `Tokens`.
+    A child says what a layer is, by `layer_class`, a `Layer`.
     """
-
-    layer_class: type[nn.Module]
 
     def __init__(
         self,
@@ -82,26 +68,25 @@ class SequenceModel(nn.Module):
         log_q: str | None = None,
         timestamps: str = "timestamps",
     ) -> None:
-        super().__init__()
+        super().__init__(
+            dim=dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            max_length=max_length,
+            more_positions=0,
+            dropout=dropout,
+            input_dropout=input_dropout,
+            num_time_buckets=num_time_buckets,
+            history=history,
+            timestamps=timestamps,
+        )
         name = type(self).__name__
-        check_whole(name, 1, dim=dim, num_heads=num_heads, max_length=max_length)
-        check_whole(name, 0, num_layers=num_layers, num_time_buckets=num_time_buckets)
-        check_dropout(name, dropout=dropout, input_dropout=input_dropout)
-        check_names(name, history=history, timestamps=timestamps)
         if not isinstance(normalize, bool):
             raise ValueError(f"{name}: normalize must be true or false, got {normalize!r}")
         if not is_number(temperature) or temperature <= 0:
             raise ValueError(f"{name}: temperature must be a number above 0, got {temperature!r}")
-        if head_dim is not None:
-            check_whole(name, 1, head_dim=head_dim)
-        else:
-            if dim % num_heads:
-                raise ValueError(f"{name}: dim {dim} is not a multiple of num_heads {num_heads}; give head_dim")
-            head_dim = dim // num_heads
-        self.dim, self.max_length = dim, max_length
         self.normalize, self.temperature = normalize, temperature
-        self.num_time_buckets = num_time_buckets
-        self.history, self.timestamps = history, timestamps
         self.negatives = Negatives(
             model=name,
             feature=negatives,
@@ -112,19 +97,6 @@ class SequenceModel(nn.Module):
             normalize=normalize,
         )
         self.mixes_samples = self.negatives.mixes_samples
-        self.position_embedding = nn.Parameter(torch.empty(max_length, dim).normal_(std=dim**-0.5))
-        self.input_dropout = input_dropout
-        self.layers = nn.ModuleList(
-            self.layer_class(
-                dim=dim,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                max_length=max_length,
-                num_time_buckets=num_time_buckets,
-                dropout=dropout,
-            )
-            for _ in range(num_layers)
-        )
 
     def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
         check_rows(type(self).__name__, rows, Jagged, history=self.history)
@@ -161,38 +133,14 @@ class SequenceModel(nn.Module):
     def encode(self, batch: Batch, rows: dict[str, Jagged]) -> Tensor:
         """[T, D]: the state after each item of each history."""
         keys, items_TD = batch.keys[self.history], rows[self.history].values
-        longest = int(keys.lengths.max()) if len(keys) else 0
-        if longest > self.max_length:
-            raise ValueError(
-                f"feature {self.history!r}: a history has {longest} keys, max_length is {self.max_length}; "
-                f"keep the last {self.max_length} keys in the data, or raise max_length"
-            )
-        if items_TD.shape[-1] != self.dim:
-            raise ValueError(
-                f"feature {self.history!r}: rows are {items_TD.shape[-1]} wide, the model has dim={self.dim}; "
-                f"give the table dim={self.dim}"
-            )
-        place_T = keys.places()
-        # Rows are born small (std 0.02): as HSTU's authors do, bring them to the scale of the position embedding.
-        x_TD = items_TD * math.sqrt(self.dim) + functional.embedding(place_T, self.position_embedding)
-        x_TD = dropout(x_TD, p=self.input_dropout, training=self.training)
-        tokens = Tokens(keys.offsets, (place_T + 1).to(x_TD.dtype)[:, None], self._times(batch))
+        self.check_lengths(keys.lengths)
+        self.check_width(self.history, items_TD)
+        place_T, times = keys.places(), self.times_of(batch)
+        x_TD = self.first_states(items_TD, place_T)
+        tokens = Tokens(keys.offsets, (place_T + 1).to(x_TD.dtype)[:, None], None if times is None else times.values)
         for layer in self.layers:
             x_TD = layer(x_TD, tokens)
         return x_TD
-
-    def _times(self, batch: Batch) -> Tensor | None:
-        if not self.num_time_buckets:
-            return None
-        times = batch.dense.get(self.timestamps)
-        if not isinstance(times, Jagged):
-            raise ValueError(
-                f"num_time_buckets={self.num_time_buckets} needs batch.dense[{self.timestamps!r}], a Jagged of "
-                f"seconds; add it or set num_time_buckets=0"
-            )
-        if not torch.equal(times.offsets, batch.keys[self.history].offsets):
-            raise ValueError(f"batch.dense[{self.timestamps!r}] must have one time for each item of {self.history!r}")
-        return times.values
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return normalize(vectors) if self.normalize else vectors

@@ -5,6 +5,7 @@ so: `segmented_softmax` with `share`, and `in_batch_softmax`.
 """
 
 from nestpipe.ops.attention import jagged_attention
+from nestpipe.ops.candidates import candidate_attention
 from nestpipe.ops.dropout import dropout
 from nestpipe.ops.in_batch_softmax import in_batch_softmax, log_frequencies
 from nestpipe.ops.normalize import normalize
@@ -12,6 +13,7 @@ from nestpipe.ops.sampled_softmax import sampled_softmax
 from nestpipe.ops.segmented_softmax import segmented_softmax
 
 __all__ = [
+    "candidate_attention",
     "dropout",
     "in_batch_softmax",
     "jagged_attention",

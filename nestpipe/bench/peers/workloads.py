@@ -96,7 +96,7 @@ class SequenceRanker(nn.Module):
         self.logit = nn.Linear(dim, 1)
 
     def forward(self, batch: Batch, rows: dict[str, Jagged]) -> Output:
-        assert batch.labels is not None
+        assert isinstance(batch.labels, torch.Tensor)
         logits_B = self.logit(self.encoder.query(batch, rows)).squeeze(-1)
         return Output(F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none"))
 

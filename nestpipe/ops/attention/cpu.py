@@ -15,7 +15,7 @@ of a tile, R distances of the position bias, M columns of it spread out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from nestpipe.kernels.attention import add_time_bias, sum_buckets, sum_diagonals
 from nestpipe.ops.attention.buckets import bucket_cells
-from nestpipe.ops.groups import LINE, Group, groups_of, rounded
+from nestpipe.ops.attention.tiles import aligned, even, heads_of, room_for, scores_of, side_by_side, unweigh, weigh
+from nestpipe.ops.groups import Group, groups_of, rounded
 
 SHORT = 128
 KEPT = 64  # so many floats per token and head are as much as q, k and v of a head, and a step takes less time
@@ -77,12 +78,12 @@ class _Attention(torch.autograd.Function):
         time_bias: Tensor | None,
         call: _Call,
     ) -> Tensor:
-        q_TE, k_SE = (None if x is None else _aligned(x) for x in (q_TE, k_SE))
-        v_SE = _aligned(v_SE)
+        q_TE, k_SE = (None if x is None else aligned(x) for x in (q_TE, k_SE))
+        v_SE = aligned(v_SE)
         ctx.save_for_backward(q_TE, k_SE, v_SE, position_bias, time_bias)
         ctx.call, ctx.kept = call, []
         num_tokens = int(call.offsets[-1])
-        out_TE = _room(v_SE, num_tokens)
+        out_TE = room_for(v_SE, num_tokens)
         bias = _Bias(call, v_SE, position_bias, time_bias)
         for group, first, last in _short(call):
             bias_QK, _ = bias.of_group(group, first, last)
@@ -90,17 +91,17 @@ class _Attention(torch.autograd.Function):
             outs, keep = [], any(ctx.needs_input_grad) and group.length <= KEPT
             if keep:
                 ctx.kept.append((q, k, v))
-            for q_h, k_h, v_h in _heads(call.num_heads, q, k, v):
-                scores = _scores(q_h, k_h, bias_QK)
+            for q_h, k_h, v_h in heads_of(call.num_heads, q, k, v):
+                scores = scores_of(q_h, k_h, bias_QK)
                 if keep:
                     ctx.kept.append(scores)
-                outs.append(torch.bmm(_weigh(scores, call.kind, inplace=not keep), v_h))
-            group.put(out_TE, first, last, _side_by_side(outs))
+                outs.append(torch.bmm(weigh(scores, call.kind, inplace=not keep), v_h))
+            group.put(out_TE, first, last, side_by_side(outs))
         for tile in _long(call):
             tile_bias, _ = bias.of_tile(tile)
             views = tile.of_queries(q_TE), tile.of_keys(k_SE), tile.of_keys(v_SE), tile.of_queries(out_TE)
-            for q_h, k_h, v_h, out_h in _heads(call.num_heads, *views):
-                weights_QK = _weigh(_scores(q_h, k_h, tile_bias), call.kind, inplace=True)
+            for q_h, k_h, v_h, out_h in heads_of(call.num_heads, *views):
+                weights_QK = weigh(scores_of(q_h, k_h, tile_bias), call.kind, inplace=True)
                 torch.addmm(out_h, weights_QK, v_h, beta=0 if tile.first_key == 0 else 1, out=out_h)
         return out_TE[:num_tokens]
 
@@ -109,10 +110,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         q_TE, k_SE, v_SE, position_bias, time_bias = ctx.saved_tensors
         call: _Call = ctx.call
-        grad_TE, kept = _aligned(grad_TE), iter(ctx.kept)
+        grad_TE, kept = aligned(grad_TE), iter(ctx.kept)
         # What is added to, or may be written by nobody (keys of samples without a query), begins with zeros.
         zeros = _any_long(call) or call.key_offsets is not call.offsets
-        grad_q, grad_k, grad_v = (None if x is None else _room(x, len(x), zeros=zeros) for x in (q_TE, k_SE, v_SE))
+        grad_q, grad_k, grad_v = (None if x is None else room_for(x, len(x), zeros=zeros) for x in (q_TE, k_SE, v_SE))
         bias = _Bias(call, v_SE, position_bias, time_bias, gradients=any(ctx.needs_input_grad[3:5]))
         for group, first, last in _short(call):
             bias_QK, found = bias.of_group(group, first, last)
@@ -123,9 +124,9 @@ class _Attention(torch.autograd.Function):
             grad = group.take_or_zero(grad_TE, first, last)
             grads: list[tuple[Tensor | None, ...]] = []
             total = None
-            for q_h, k_h, v_h, grad_h in _heads(call.num_heads, q, k, v, grad):
-                scores = next(kept) if group.length <= KEPT else _scores(q_h, k_h, bias_QK)
-                weights, grad_scores = _unweigh(scores, torch.bmm(grad_h, v_h.transpose(1, 2)), call.kind, 0)
+            for q_h, k_h, v_h, grad_h in heads_of(call.num_heads, q, k, v, grad):
+                scores = next(kept) if group.length <= KEPT else scores_of(q_h, k_h, bias_QK)
+                weights, grad_scores = unweigh(scores, torch.bmm(grad_h, v_h.transpose(1, 2)), call.kind, 0)
                 grad_v_h = torch.bmm(weights.transpose(-1, -2), grad_h)
                 if q_h is None:
                     grads.append((None, None, grad_v_h))
@@ -135,16 +136,16 @@ class _Attention(torch.autograd.Function):
                 total = grad_scores if total is None else total.add_(grad_scores)
             for out, parts in zip((grad_q, grad_k, grad_v), zip(*grads, strict=True), strict=True):
                 if out is not None:
-                    group.put(out, first, last, _side_by_side(parts))
+                    group.put(out, first, last, side_by_side(parts))
             bias.add_gradient(total, found, 0)
         for tile in _long(call):
             tile_bias, found = bias.of_tile(tile)
             of_queries = (tile.of_queries(x) for x in (q_TE, grad_TE, grad_q))
             of_keys = (tile.of_keys(x) for x in (k_SE, v_SE, grad_k, grad_v))
             total = None
-            for q_h, grad_h, grad_q_h, k_h, v_h, grad_k_h, grad_v_h in _heads(call.num_heads, *of_queries, *of_keys):
-                scores = _scores(q_h, k_h, tile_bias)
-                weights, grad_scores = _unweigh(scores, torch.mm(grad_h, v_h.T), call.kind, tile.diagonal)
+            for q_h, grad_h, grad_q_h, k_h, v_h, grad_k_h, grad_v_h in heads_of(call.num_heads, *of_queries, *of_keys):
+                scores = scores_of(q_h, k_h, tile_bias)
+                weights, grad_scores = unweigh(scores, torch.mm(grad_h, v_h.T), call.kind, tile.diagonal)
                 torch.addmm(grad_v_h, weights.T, grad_h, out=grad_v_h)
                 if q_h is not None:
                     torch.addmm(grad_q_h, grad_scores, k_h, out=grad_q_h)
@@ -191,11 +192,11 @@ def _long(call: _Call) -> Iterator[_Tile]:
             continue
         # Softmax needs all keys of a query at once: as many fewer queries.
         size = BLOCK if call.kind != "softmax" else max(1, min(BLOCK, TILE // num_keys))
-        size = _even(num_queries, size)
+        size = even(num_queries, size)
         for i in range(0, num_queries, size):
             j = min(i + size, num_queries)
             seen = num_keys - num_queries + j
-            width = seen if call.kind == "softmax" else _even(seen, TILE // BLOCK)
+            width = seen if call.kind == "softmax" else even(seen, TILE // BLOCK)
             for first_key in range(0, seen, width):
                 last_key = min(first_key + width, seen)
                 yield _Tile(
@@ -203,67 +204,12 @@ def _long(call: _Call) -> Iterator[_Tile]:
                 )
 
 
-def _even(length: int, most: int) -> int:
-    """The size of pieces of at most `most`, the last of which is about as large as the others."""
-    return -(-length // -(-length // most))
-
-
-def _aligned(x_TE: Tensor) -> Tensor:
-    """Rows that begin with a cache line, whichever they are: see `ops/groups.py`. Copied only if they do not."""
-    if x_TE.stride(1) == 1 and x_TE.stride(0) % LINE == 0 and x_TE.data_ptr() % (LINE * 4) == 0:
-        return x_TE
-    return _room(x_TE, len(x_TE) - 1).copy_(x_TE)
-
-
-def _room(x: Tensor, num_rows: int, *, zeros: bool = False) -> Tensor:
-    """One row more, where padding of groups is written. Rows begin with a cache line."""
-    room = x.new_empty(num_rows + 1, -(-x.shape[1] // LINE) * LINE)[:, : x.shape[1]]
-    return room.zero_() if zeros else room
-
-
 def _any_long(call: _Call) -> bool:
     """Whether there are tiles that add to the gradients; groups write them."""
     return next(_long(call), None) is not None
 
 
-def _side_by_side(heads: Sequence[Tensor]) -> Tensor:
-    return heads[0] if len(heads) == 1 else torch.cat(tuple(heads), dim=-1)
-
-
-def _heads(num_heads: int, *parts: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Views, one head at a time: nothing is copied to bring a head's values together."""
-    columns = ([None] * num_heads if x is None else x.chunk(num_heads, dim=-1) for x in parts)
-    return zip(*columns, strict=True)
-
-
-# -- scores and weights ------------------------------------------------------------------------------------------------
-
-
-def _scores(q: Tensor | None, k: Tensor | None, bias: Tensor | None) -> Tensor:
-    """q k^T + bias; the bias alone if there are no queries."""
-    if q is None or k is None:
-        assert bias is not None
-        return bias
-    if q.ndim == 2:
-        return torch.mm(q, k.T) if bias is None else torch.addmm(bias, q, k.T)
-    return torch.bmm(q, k.transpose(1, 2)) if bias is None else torch.baddbmm(bias, q, k.transpose(1, 2))
-
-
-def _weigh(scores: Tensor, kind: str, *, inplace: bool) -> Tensor:
-    if kind == "silu":
-        return torch.nn.functional.silu(scores, inplace=inplace)
-    return scores.softmax(-1) if kind == "softmax" else scores
-
-
-def _unweigh(scores: Tensor, grad_weights: Tensor, kind: str, diagonal: int) -> tuple[Tensor, Tensor]:
-    """Weights, and the gradient of the scores: 0 where a query does not see the key."""
-    if kind == "silu":
-        weights = torch.nn.functional.silu(scores)
-        return weights, torch.ops.aten.silu_backward.grad_input(grad_weights, scores, grad_input=grad_weights)
-    if kind == "softmax":
-        weights = scores.softmax(-1)
-        return weights, torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-    return scores, grad_weights.tril_(diagonal)
+# -- biases ------------------------------------------------------------------------------------------------------------
 
 
 class _Bias:
