@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from nestpipe.engine.context import StepResult
     from nestpipe.errors import TrainingError
     from nestpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad, ScaledRowwiseAdagrad
+    from nestpipe.serve.bundle import Bundle, load_bundle
     from nestpipe.tables import Eviction, Feature, Normal, Table, Uniform
     from nestpipe.trainer import FitResult, Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "SGD", "Adagrad", "Adam", "Batch", "Eviction", "Feature", "FitResult", "Jagged", "Normal", "Output",
+    "SGD", "Adagrad", "Adam", "Batch", "Bundle", "Eviction", "Feature", "FitResult", "Jagged", "Normal", "Output",
     "RowwiseAdagrad", "ScaledRowwiseAdagrad", "StepResult", "Streamed", "Table", "Trainer", "TrainingError", "Uniform",
+    "load_bundle",
 ]  # fmt: skip
 
 # Where each stands. Imported when it is first asked for: torch takes seconds, and `nestpipe --help` needs none of it.
@@ -28,6 +30,7 @@ _HOMES = {
     "engine.context": ("StepResult",),
     "errors": ("TrainingError",),
     "optim": ("SGD", "Adagrad", "Adam", "RowwiseAdagrad", "ScaledRowwiseAdagrad"),
+    "serve.bundle": ("Bundle", "load_bundle"),
     "tables": ("Eviction", "Feature", "Normal", "Table", "Uniform"),
     "trainer": ("FitResult", "Trainer"),
 }

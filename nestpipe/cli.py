@@ -1,4 +1,4 @@
-"""nestpipe train | evaluate | checkpoint | trace | bench | report | profile | simulate | plan"""
+"""nestpipe train | evaluate | checkpoint | export | bundle | trace | bench | report | profile | simulate | plan"""
 
 # Each command imports what it needs when it runs: torch takes seconds, and help, mistakes and a look at a run need none of it.
 
@@ -82,11 +82,38 @@ def _parser() -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=what)
         action.add_argument("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a folder of them")
         action.set_defaults(command=_checkpoint, action=name)
-    export = actions.add_parser("export", help="rows of a table to Parquet")
-    export.add_argument("path", type=Path, metavar="CHECKPOINT")
+    export = actions.add_parser(
+        "export", help="rows of a table to Parquet; the same as `nestpipe export --format parquet`"
+    )
+    export.add_argument("source", type=Path, metavar="CHECKPOINT")
     export.add_argument("table", metavar="TABLE")
     export.add_argument("out", type=Path, metavar="FILE.parquet")
-    export.set_defaults(command=_checkpoint, action="export")
+    export.set_defaults(command=_export_rows, format="parquet")
+
+    export = commands.add_parser(
+        "export", help="a bundle for serving, or the rows of a table, from a run or a checkpoint"
+    )
+    export.add_argument(
+        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="its newest complete checkpoint, or that one"
+    )
+    export.add_argument("out", type=Path, metavar="OUT", help="a new folder; a file with --format parquet or npy")
+    export.add_argument(
+        "--since", type=Path, metavar="EARLIER", help="an earlier bundle: only what changed since, a delta"
+    )
+    export.add_argument("--format", choices=["bundle", "parquet", "npy"], default="bundle", help="default: bundle")
+    export.add_argument(
+        "--table", help="whose rows --format parquet or npy writes; may be left out if there is one only"
+    )
+    export.add_argument("--dtype", choices=["float32", "bfloat16"],
+                        help="of rows in a bundle: bfloat16 halves those of float32 tables (default: as trained)")  # fmt: skip
+    export.set_defaults(command=_export)
+
+    bundle = commands.add_parser("bundle", help="look into bundles, check them")
+    actions = bundle.add_subparsers(required=True, metavar="ACTION")
+    for name, what in (("inspect", "what is in it"), ("verify", "is every byte as it was written")):
+        action = actions.add_parser(name, help=what)
+        action.add_argument("path", type=Path, metavar="BUNDLE")
+        action.set_defaults(command=_bundle, action=name)
 
     bench = commands.add_parser("bench", help="side-by-side measurements")
     bench.add_argument("suites", nargs="+", choices=["all", *SUITES], metavar="SUITE",
@@ -276,7 +303,6 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
     from nestpipe.checkpoint import commands
-    from nestpipe.files import check_writable
 
     flaws: list[str] = []
 
@@ -289,12 +315,63 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     def act() -> None:
         if arguments.action == "inspect":
             print(commands.inspect(arguments.path))
-        elif arguments.action == "export":
-            check_writable(arguments.out)
-            rows = commands.export(arguments.path, arguments.table, arguments.out)
-            print(f"{rows:,} rows of {arguments.table}: {arguments.out}")
         else:
             flaws.extend(commands.verify(arguments.path))
+            print("\n".join(flaws) or f"{arguments.path}: sound")
+
+    return _guard(work, 0) or int(bool(flaws))
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    if arguments.format != "bundle":
+        return _export_rows(arguments)
+    with _importing(arguments):
+        from nestpipe.export import export_bundle
+        from nestpipe.files import check_writable
+
+    def work() -> None:
+        if arguments.table is not None:
+            raise ValueError("--table is for --format parquet or npy; a bundle has all tables")
+        check_writable(folder=arguments.out)
+        started = time.perf_counter()
+        made = export_bundle(arguments.source, arguments.out, since=arguments.since, dtype=arguments.dtype)
+        what = "all rows" if made.base is None else f"changes since {made.base.name} (version {made.base.version})"
+        print(
+            f"{arguments.out}: version {made.version}, step {made.step}, {what}, {made.num_bytes / 1e6:,.1f} MB in "
+            f"{time.perf_counter() - started:.1f} s\nload it: nestpipe.load_bundle({str(arguments.out)!r})"
+        )
+
+    return _guard(work, 0)
+
+
+def _export_rows(arguments: argparse.Namespace) -> int:
+    from nestpipe.export import export_rows
+    from nestpipe.files import check_writable
+
+    def work() -> None:
+        for option in ("since", "dtype"):
+            if getattr(arguments, option, None) is not None:
+                raise ValueError(f"--{option} is for --format bundle; {arguments.format} has all rows, in float32")
+        check_writable(arguments.out)
+        try:
+            table, rows = export_rows(arguments.source, arguments.out, table=arguments.table, kind=arguments.format)
+        except OSError as error:
+            raise ValueError(f"{error.filename or arguments.source}: {error.strerror or error}") from error
+        print(f"{rows:,} rows of {table}: {arguments.out}")
+
+    return _guard(work, 0)
+
+
+def _bundle(arguments: argparse.Namespace) -> int:
+    from nestpipe.serve import manifest as manifests
+
+    flaws: list[str] = []
+
+    def work() -> None:
+        if arguments.action == "inspect":
+            print(manifests.in_words(arguments.path))
+        else:
+            flaws.extend(manifests.problems(arguments.path))
             print("\n".join(flaws) or f"{arguments.path}: sound")
 
     return _guard(work, 0) or int(bool(flaws))

@@ -70,7 +70,7 @@ def make_trainer(config: Config, *, storage: Path, record: bool = False) -> tupl
         record=record,
         check_freshness=config.check_freshness,
     )
-    trainer.config = plain(config.to_dict())
+    trainer.config, trainer.recipe = plain(config.to_dict()), plain(built.recipe)
     # After the model was built: from here on every rank draws its own dropout.
     torch.manual_seed(config.train.seed * 65_537 + trainer.rank)
     return trainer, built

@@ -39,6 +39,21 @@ class Normal:
 Init = Uniform | Normal
 
 
+def init_of(entry: object) -> Init:
+    """From {"normal": std} or {"uniform": [low, high]}, as TOML and JSON hold it."""
+    match entry:
+        case {"normal": float() | int() as std}:
+            return Normal(std)
+        case {"uniform": [float() | int() as low, float() | int() as high]}:
+            return Uniform(low, high)
+    raise ValueError(f"init must be {{normal = std}} or {{uniform = [low, high]}}, got {entry!r}")
+
+
+def init_entry(init: Init) -> dict[str, object]:
+    """The opposite of `init_of`."""
+    return {"normal": init.std} if isinstance(init, Normal) else {"uniform": [init.low, init.high]}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eviction:
     """Which rows are given up, and when. A row that comes back after that is born anew.
@@ -206,6 +221,12 @@ class Table:
                     raise refuse(f"hot={self.hot} does not go together with {what}; leave one of them out")
         if self.pooled_at not in POOLED_AT:
             raise refuse(f"pooled_at must be one of {POOLED_AT}, got {self.pooled_at!r}")
+
+    @property
+    def first_values(self) -> tuple[bool, float, float]:
+        """`init` as kernels take it: whether it is normal; mean and deviation, or low and high."""
+        init = self.init
+        return (True, 0.0, init.std) if isinstance(init, Normal) else (False, init.low, init.high)
 
     @property
     def memory_bytes(self) -> int:

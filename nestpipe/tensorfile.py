@@ -7,6 +7,7 @@ The library's own functions want whole tensors, or map the file, which counts as
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,12 @@ from typing import Any
 
 import numpy as np
 
-TYPES: dict[str, type] = {"I64": np.int64, "F32": np.float32}
+ALIGNED = 64  # the first tensor starts at a cache line; the format asks for eight
+TYPES: dict[str, type] = {
+    "I64": np.int64,
+    "F32": np.float32,
+    "BF16": np.uint16,
+}  # NumPy has the bits of a bfloat16 only
 NAMES = {kind: name for name, kind in TYPES.items()}
 
 
@@ -46,8 +52,8 @@ class TensorWriter(_TensorFile):
             self._next[name], self._end[name] = offset, offset + num_bytes
             offset += num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that tensors start at a multiple of eight, as the format asks
-        super().__init__(path, "wb")
+        text += b" " * (-(8 + len(text)) % ALIGNED)
+        super().__init__(path, "w+b")  # mapping it needs to read too
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._data = 8 + len(text)
         self._layout = layout
@@ -58,6 +64,17 @@ class TensorWriter(_TensorFile):
         self._file.seek(self._data + self._next[name])
         self._file.write(np.ascontiguousarray(rows).data)
         self._next[name] += rows.nbytes
+
+    def mapped(self, name: str) -> np.ndarray:
+        """A tensor to be written in any order, in the pages of the file; counts as appended. Not to be used after the end."""
+        kind, shape = self._layout[name]
+        first, last = self._next[name], self._end[name]
+        self._file.flush()
+        # Else a page that the disk has no room for would end the process, when it is written to.
+        os.posix_fallocate(self._file.fileno(), self._data + first, last - first)
+        pages = mmap.mmap(self._file.fileno(), self._data + last)
+        self._next[name] = last
+        return np.frombuffer(pages, kind, int(np.prod(shape)), self._data + first).reshape(shape)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -90,6 +107,17 @@ class TensorReader(_TensorFile):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header[name]["shape"])
+
+    def mapped(self) -> dict[str, np.ndarray]:
+        """All tensors, read-only, in the pages of the file, which all processes share. They outlive the reader."""
+        pages = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        tensors = {}
+        for name, entry in self._header.items():
+            if "dtype" in entry:
+                kind, shape = TYPES[entry["dtype"]], entry["shape"]
+                count = int(np.prod(shape, dtype=np.int64))
+                tensors[name] = np.frombuffer(pages, kind, count, self._data + entry["data_offsets"][0]).reshape(shape)
+        return tensors
 
     def read(self, name: str, first: int, last: int) -> np.ndarray:
         """Rows first to last (not included) of a tensor; fewer at its end."""

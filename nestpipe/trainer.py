@@ -143,6 +143,9 @@ class Trainer:
         process.join_group(data_timeout)
         self.model = model
         self.config: dict[str, Any] | None = None  # what it was made from: goes into checkpoints, as JSON
+        self.recipe: dict[str, Any] | None = (
+            None  # the model's kind and arguments: the same, so that a bundle can make it
+        )
         self._run_id: str | None = uuid.uuid4().hex  # goes into checkpoints; one that goes on keeps it
         self._saving: list[saved.Background] = []
         # What the worker opens is given up by `close`, when the trainer is dropped, or when this fails.
@@ -386,7 +389,7 @@ class Trainer:
             background.wait()
 
     def _content(self, base: saved.Base | None = None) -> saved.Content:
-        return saved.content_of(self._worker, config=self.config, run=self._run_id, base=base)
+        return saved.content_of(self._worker, config=self.config, recipe=self.recipe, run=self._run_id, base=base)
 
     def load(self, path: str | Path, *, tables: Sequence[str] | None = None) -> None:
         """Reads what `save` wrote, on any number of workers, into a trainer that has not trained yet: all of it or nothing.

@@ -26,7 +26,6 @@ from nestpipe.checkpoint.saving import (
     done_file,
     finish,
     make_empty,
-    partial_of,
     parts_of,
     tell_failure,
     wait_for_all,
@@ -34,6 +33,7 @@ from nestpipe.checkpoint.saving import (
 )
 from nestpipe.errors import NO_ROOM, describe
 from nestpipe.exchange.transport import Transport
+from nestpipe.sealed import partial_of
 from nestpipe.store.table_store import TableStore
 
 MOMENT = 0.05  # seconds

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from safetensors.torch import load as tensors_from_bytes
 
+from nestpipe import weights
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import (
     DENSE,
-    EXTRA,
     OPTIMIZER,
     OPTIMIZER_SETTINGS,
     Damaged,
@@ -271,32 +271,16 @@ def _load_unchanged(chain: Sequence[Manifest], held: Held) -> None:
 
 def _read_dense(path: Path, dense: Dense) -> Callable[[], None]:
     """Reads the model and its optimizer and compares them with what is here; what it returns puts them there."""
-    content = (path / DENSE).read_bytes()
-    weights: dict[str, Any] = {**tensors_from_bytes(content), **_extra_state(content)}
-    here = dense.model.state_dict()
-    if set(weights) != set(here):
-        odd = sorted(set(weights) ^ set(here))[0]
-        where = "here but not in it" if odd in here else "in it but not here"
-        raise ValueError(f"{path}: the model of the checkpoint is another one: {odd!r} is {where}")
-    for name, tensor in weights.items():
-        if isinstance(tensor, torch.Tensor) and tensor.shape != here[name].shape:
-            raise ValueError(
-                f"{path}: the model of the checkpoint is another one: {name!r} has shape {tuple(tensor.shape)} in it, "
-                f"{tuple(here[name].shape)} here"
-            )
+    state_of_model = weights.from_bytes((path / DENSE).read_bytes())
+    weights.check_fits(state_of_model, dense.model, where=path, kind="checkpoint")
     optimizer, state = dense.optimizer, None if dense.optimizer is None else _read_optimizer(path, dense.optimizer)
 
     def put() -> None:
-        dense.model.load_state_dict(weights)
+        dense.model.load_state_dict(state_of_model)
         if optimizer is not None:
             optimizer.load_state_dict(state)  # type: ignore[arg-type]
 
     return put
-
-
-def _extra_state(content: bytes) -> dict[str, Any]:
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return json.loads(header.get("__metadata__", {}).get(EXTRA, "{}"))
 
 
 def _read_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

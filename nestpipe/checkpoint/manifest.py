@@ -9,11 +9,8 @@ A folder of checkpoints has one folder for each, `step-000000120`; one that is s
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,21 +18,24 @@ from urllib.parse import quote
 
 import numpy as np
 
+from nestpipe import sealed
 from nestpipe.checkpoint.settings import Settings
+from nestpipe.sealed import MANIFEST, SUM, Damaged, whole
 from nestpipe.tensorfile import TensorReader
+
+__all__ = ["MANIFEST", "SUM", "Damaged"]  # of every sealed folder, and so of this one
 
 FORMAT = 3
 SHARED_OUT = 4  # the same, but that a worker's rows may be in files of others: an earlier version would not miss them
 BEFORE = 2  # the same, but that an incremental one named its base without saying which bytes that was
-MANIFEST, SUM = "manifest.json", "manifest.sum"
 DENSE, OPTIMIZER, OPTIMIZER_SETTINGS = "dense.safetensors", "dense-optimizer.safetensors", "dense-optimizer.json"
-EXTRA = "extra_state"  # of the model, as JSON, in the metadata of DENSE
-BLOCK = 1 << 20
+KIND = sealed.Kind(
+    "checkpoint",
+    (BEFORE, FORMAT, SHARED_OUT),
+    cut_off="the save that wrote it was cut off",
+    remedy="take an earlier checkpoint",
+)
 _NAME = re.compile(r"step-(\d{9,})")
-
-
-class Damaged(ValueError):
-    """A checkpoint that must not be loaded; says which file, what is wrong with it and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +88,6 @@ def state_file(rank: int, world: int) -> str:
     return f"state.{rank}-of-{world}.json"
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
-    return size, crc
-
-
 def write(manifest: Manifest) -> int:
     """Makes a folder, all of whose other files are there, a checkpoint; it survives a loss of power from here on. Returns the
     CRC-32 of the manifest."""
@@ -109,55 +99,23 @@ def write(manifest: Manifest) -> int:
         "base": None if base is None else {"name": base.name, "crc32": f"{base.crc:08x}"},
         "tables": list(manifest.tables),
         "settings": manifest.settings.to_json(),
-        "files": {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in manifest.files.items()},
     }
-    text = (json.dumps(values, indent=1) + "\n").encode()
-    write_durably(manifest.path / SUM, f"{zlib.crc32(text):08x}\n".encode())
-    write_durably(manifest.path / MANIFEST, text)
-    sync_folder(manifest.path)
-    return zlib.crc32(text)
+    return sealed.write(manifest.path, values, manifest.files)
 
 
 def read(path: Path) -> Manifest:
     """Checks the manifest itself, not the files that it names."""
-    try:
-        text = (path / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        if not path.exists():
-            raise Damaged(f"{path} does not exist; give the folder of a checkpoint") from None
-        raise Damaged(
-            f"{path} is not a checkpoint: it has no {MANIFEST}; the save that wrote it was cut off, or it is another "
-            f"folder"
-        ) from None
-    except OSError as error:
-        raise Damaged(f"{path / MANIFEST} cannot be read: {error.strerror or error}") from error
-    again = "take an earlier checkpoint"
-    try:
-        values = json.loads(text)
-        kind = values["format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{path / MANIFEST} is damaged ({error}); {again}") from None
-    if kind not in (SHARED_OUT, FORMAT, BEFORE) or type(kind) is not int:
-        raise Damaged(
-            f"{path} has format {kind!r:.40}, this version of nestpipe reads {BEFORE} to {SHARED_OUT}: use the "
-            f"version that wrote it"
-        )
-    try:
-        told = (path / SUM).read_bytes()
-    except OSError as error:
-        raise Damaged(f"{path / SUM} cannot be read ({error.strerror or error}); {again}") from None
-    if told != f"{zlib.crc32(text):08x}\n".encode():
-        raise Damaged(f"{path / MANIFEST} is damaged: it does not fit its checksum in {SUM}; {again}")
+    values, crc = sealed.read(path, KIND)
     try:
         manifest = Manifest(
             path=path,
-            step=_whole(values["step"], 0),
-            world=_whole(values["world"], 1),
-            base=_base(values["base"], path, kind),
-            crc=zlib.crc32(text),
+            step=whole(values["step"], 0),
+            world=whole(values["world"], 1),
+            base=_base(values["base"], path, values["format"]),
+            crc=crc,
             tables=[_table(table) for table in values["tables"]],
             settings=Settings.from_json(values["settings"]),
-            files={name: (_whole(file["bytes"], 0), int(file["crc32"], 16)) for name, file in values["files"].items()},
+            files=sealed.files_of(values),
         )
         if manifest.world > len(manifest.files):  # each has at least one; said before a large number is counted up to
             raise ValueError(f"it names {len(manifest.files)} files of {manifest.world} workers")
@@ -175,14 +133,8 @@ def read(path: Path) -> Manifest:
     except Damaged:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise Damaged(f"{path / MANIFEST} is not what nestpipe writes ({error!r:.200}); {again}") from None
+        raise Damaged(f"{path / MANIFEST} is not what nestpipe writes ({error!r:.200}); {KIND.remedy}") from None
     return manifest
-
-
-def _whole(value: Any, least: int) -> int:
-    if type(value) is not int or not least <= value < 2**63:
-        raise ValueError(f"{value!r:.40} must be a whole number of at least {least}")
-    return value
 
 
 def _base(value: Any, path: Path, kind: int) -> Base | None:
@@ -274,20 +226,7 @@ def lost_row(chain: Sequence[Manifest], table: str, worker: int) -> str | None:
 
 def problem_of(manifest: Manifest, name: str) -> str | None:
     """What is wrong with a file; reads all of it."""
-    file, (size, crc) = manifest.path / name, manifest.files[name]
-    if os.path.basename(name) != name:
-        return f"{manifest.path / MANIFEST} names a file {name!r} that is not in its folder"
-    try:
-        size_here, crc_here = checksum(file)
-    except OSError as error:
-        return f"{file} cannot be read: {error.strerror or error}"
-    except ValueError as error:  # a name that no file can have
-        return f"{manifest.path / MANIFEST} names a file {name!r:.60} that cannot be: {error}"
-    if size_here != size:
-        return f"{file} has {size_here:,} bytes instead of {size:,}"
-    if crc_here != crc:
-        return f"{file} is damaged: its checksum is {crc_here:08x} instead of {crc:08x}"
-    return None
+    return sealed.problem_of(manifest.path, name, *manifest.files[name])
 
 
 def require_sound(path: Path) -> list[Manifest]:
@@ -324,28 +263,3 @@ def prune(folder: Path, keep: int) -> None:
         if path not in kept:
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
-
-
-# -- files that survive ------------------------------------------------------------------------------------------------
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Names of files are in their folder; it has to reach the disk as well. (Windows has no such thing.)"""
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,17 @@ from nestpipe.checkpoint.saving import Content
 from nestpipe.checkpoint.settings import Settings
 from nestpipe.engine.placing import place_as_saved
 from nestpipe.engine.worker import Worker
+from nestpipe.tables import init_entry
 
 
-def content_of(worker: Worker, *, config: Mapping[str, Any] | None, run: str | None, base: Base | None) -> Content:
+def content_of(
+    worker: Worker,
+    *,
+    config: Mapping[str, Any] | None,
+    recipe: Mapping[str, Any] | None,
+    run: str | None,
+    base: Base | None,
+) -> Content:
     training, plan = worker.training, worker.ops.plan
     names = [plan.tables[k].name for k in plan.declared]
     measured = training.setting.is_auto and training.tuning is None
@@ -30,6 +39,9 @@ def content_of(worker: Worker, *, config: Mapping[str, Any] | None, run: str | N
         config=config,
         run=run,
         balance=worker.ops.squares if training.setting.balance == "auto" else None,
+        inits={plan.tables[k].name: init_entry(plan.tables[k].init) for k in plan.declared},
+        features=[dataclasses.asdict(feature) for feature in plan.features],
+        recipe=recipe,
     )
     return Content(worker.stores, worker.dense, training.steps, training.position, settings, base)
 

@@ -23,24 +23,22 @@ import numpy as np
 import torch
 from safetensors.torch import save as tensors_to_bytes
 
+from nestpipe import weights
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import (
     DENSE,
-    EXTRA,
     OPTIMIZER,
     OPTIMIZER_SETTINGS,
     Base,
     Manifest,
-    checksum,
     state_file,
-    sync_folder,
     table_file,
-    write_durably,
 )
 from nestpipe.checkpoint.settings import Settings
 from nestpipe.engine.dense import Dense
 from nestpipe.errors import TrainingError
 from nestpipe.exchange.transport import Transport
+from nestpipe.sealed import checksum, partial_of, sync_file, sync_folder, write_durably
 from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorWriter
 
@@ -97,11 +95,6 @@ def save(path: Path, content: Content, transport: Transport) -> None:
         raise
 
 
-def partial_of(path: Path) -> Path:
-    """Where a checkpoint is until it is complete."""
-    return path.with_name(f".{path.name}.partial")
-
-
 def make_empty(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -123,7 +116,7 @@ def parts_of(content: Content, rank: int, world: int) -> list[Part]:
     }
     parts.append((state_file(rank, world), _writer(json.dumps(state).encode())))
     if rank == 0:
-        parts.append((DENSE, _writer(_model_bytes(content.dense.model))))
+        parts.append((DENSE, _writer(weights.to_bytes(content.dense.model))))
         if content.dense.optimizer is not None:
             parts += _optimizer_parts(content.dense.optimizer)
     for store in content.stores:
@@ -178,31 +171,6 @@ def _writer(content: bytes) -> Callable[[Path], None]:
     return lambda path: write_durably(path, content)
 
 
-def _model_bytes(model: torch.nn.Module) -> bytes:
-    state = model.state_dict()
-    # Clones, because the format refuses tensors that share memory: tied weights.
-    weights = {n: t.detach().cpu().contiguous().clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
-    extra = {name: value for name, value in state.items() if name not in weights}
-    for name, value in extra.items():
-        changed = _changed_by_json(value)
-        if changed is not None:
-            raise ValueError(
-                f"the model's {name} ({changed}) can only be saved if get_extra_state gives a tensor or what JSON holds: "
-                f"numbers, text, None, lists, and dicts whose keys are text"
-            )
-    return tensors_to_bytes(weights, metadata={EXTRA: json.dumps(extra)})
-
-
-def _changed_by_json(value: Any) -> str | None:
-    """The first thing in it that JSON refuses, or gives back as something else."""
-    if isinstance(value, dict):
-        keys = (f"a key {key!r}" for key in value if not isinstance(key, str))
-        return next(keys, None) or _changed_by_json(list(value.values()))
-    if isinstance(value, list):
-        return next((changed for changed in map(_changed_by_json, value) if changed is not None), None)
-    return None if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-
-
 def _optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
     state = optimizer.state_dict()
     tensors, plain = {}, {}
@@ -239,7 +207,7 @@ def write_parts(partial: Path, parts: Sequence[Part], rank: int) -> None:
 
 def _written(partial: Path, name: str, write: Callable[[Path], None]) -> tuple[int, int]:
     write(partial / name)
-    manifests.sync_file(partial / name)
+    sync_file(partial / name)
     return checksum(partial / name)
 
 

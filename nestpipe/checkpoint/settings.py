@@ -18,6 +18,8 @@ class Settings:
     run: which one it is; None where nobody has said.
     owners: {table: the workers that hold it}; None: not decided yet.
     hot: {table: the keys of its hot rows}, of tables that are to have any; None: not chosen yet.
+    inits, features, recipe: for `nestpipe export`: {table: the law of its first values}, features as declared, the model's kind
+        and arguments. None: there is no config that says so; or a version has saved it that did not note them.
     replicas: {table: how many times it was held, if more than once}: of workers that held the same each has saved a part.
     """
 
@@ -30,6 +32,9 @@ class Settings:
     replicas: Mapping[str, int] = dataclasses.field(default_factory=dict)
     hot: Mapping[str, Sequence[int] | None] = dataclasses.field(default_factory=dict)
     balance: float | None = None
+    inits: Mapping[str, Mapping[str, Any]] | None = None
+    features: Sequence[Mapping[str, Any]] | None = None
+    recipe: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -57,7 +62,14 @@ class Settings:
         balance = values.get("balance")
         if type(balance) not in (int, float, type(None)):
             raise ValueError(f"the balance is {balance!r:.40}")
-        return cls(lr_factor, pooled_at_owner, owners, measured, config, run, replicas, hot, balance)
+        inits, features, recipe = (values.get(name) for name in ("inits", "features", "recipe"))
+        if type(inits) not in (dict, type(None)) or type(recipe) not in (dict, type(None)):
+            raise ValueError(f"inits are {inits!r:.80}, the recipe of the model {recipe!r:.80}")
+        if features is not None and (type(features) is not list or not all(type(one) is dict for one in features)):
+            raise ValueError(f"the features are {features!r:.80}")
+        return cls(
+            lr_factor, pooled_at_owner, owners, measured, config, run, replicas, hot, balance, inits, features, recipe
+        )
 
     @property
     def shared_out(self) -> bool:

@@ -10,17 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from nestpipe.config.kinds import arguments, check_features, dataset_class, made, model_class
+from nestpipe.config.kinds import check_features, dataset_class
 from nestpipe.config.sections import DENSE_OPTIMIZERS, Config
 from nestpipe.config.tables import make_tables
 from nestpipe.data import Dataset
+from nestpipe.kinds import arguments, made, model_class
 from nestpipe.tables import Feature, Table
 
 
 @dataclasses.dataclass
 class Built:
+    """recipe: the model's kind and all its arguments, those too that follow from tables and data: enough to make it again."""
+
     data: Dataset
     model: nn.Module
+    recipe: dict[str, Any]
     tables: list[Table]
     features: list[Feature]
     dense_optimizer: Any
@@ -30,17 +34,20 @@ def build(config: Config) -> Built:
     data = made("data", dataset_class(config.data), arguments(config.data))
     check_features(data)
     tables, features = make_tables(config.tables, data.features)
-    model = _model(config, data, tables, features)
+    recipe = _recipe(config, data, tables, features)
+    torch.manual_seed(config.train.seed)
+    model = made("model", model_class(recipe), arguments(recipe))
     make = DENSE_OPTIMIZERS[config.train.dense_optimizer]
 
     def dense_optimizer(parameters: Any) -> torch.optim.Optimizer:
         return make(parameters, lr=config.train.dense_lr, weight_decay=config.train.dense_weight_decay)
 
-    return Built(data, model, tables, features, dense_optimizer)
+    return Built(data, model, recipe, tables, features, dense_optimizer)
 
 
-def _model(config: Config, data: Dataset, tables: list[Table], features: list[Feature]) -> nn.Module:
-    """The model; `dim`, `features`, `negatives_per` and `num_dense` follow from tables and data unless given."""
+def _recipe(config: Config, data: Dataset, tables: list[Table], features: list[Feature]) -> dict[str, Any]:
+    """The model's kind and arguments: `dim`, `features`, `negatives_per` and `num_dense` follow from tables and data unless
+    given."""
     kind = model_class(config.model)
     given = arguments(config.model)
     accepted = inspect.signature(kind).parameters
@@ -69,5 +76,4 @@ def _model(config: Config, data: Dataset, tables: list[Table], features: list[Fe
         takes_any = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not takes_any and name not in given:
             raise ValueError(f"config: model.{name} is missing")
-    torch.manual_seed(config.train.seed)
-    return made("model", kind, given)
+    return {"kind": config.model["kind"], **given}

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nestpipe.config.kinds import check_arguments, dataset_class, model_class
+from nestpipe.config.kinds import check_arguments, dataset_class
 from nestpipe.config.sections import Config, TrainSection, checked_entries, section
 from nestpipe.config.tables import declared, make_table
 from nestpipe.errors import did_you_mean
 from nestpipe.fields import hints
+from nestpipe.kinds import model_class
 from nestpipe.schedule.setting import Setting
 
 SECTIONS = ("data", "model", "tables", "train", "schedule")

@@ -11,7 +11,7 @@ from nestpipe.config.sections import DTYPES, TableSection, section
 from nestpipe.errors import did_you_mean
 from nestpipe.fields import check, hints
 from nestpipe.optim import OPTIMIZERS
-from nestpipe.tables import POOLINGS, Eviction, Feature, Init, Normal, Table, Uniform
+from nestpipe.tables import POOLINGS, Eviction, Feature, Table, init_of
 
 
 def declared(name: str, values: Mapping[str, Any]) -> tuple[TableSection, dict[str, Any]]:
@@ -54,7 +54,7 @@ def make_table(name: str, declaration: TableSection, settings: Mapping[str, Any]
             name,
             declaration.dim,
             optimizer=OPTIMIZERS[declaration.optimizer](**settings),
-            init=_init(declaration.init),
+            init=init_of(declaration.init),
             dtype=DTYPES[declaration.dtype],
             tier=declaration.tier,
             memory=declaration.memory,
@@ -72,15 +72,6 @@ def make_table(name: str, declaration: TableSection, settings: Mapping[str, Any]
         )
     except ValueError as error:
         raise ValueError(f"config: tables.{name}: {error}") from error
-
-
-def _init(entry: Any) -> Init:
-    match entry:
-        case {"normal": float() | int() as std}:
-            return Normal(std)
-        case {"uniform": [float() | int() as low, float() | int() as high]}:
-            return Uniform(low, high)
-    raise ValueError(f"init must be {{normal = std}} or {{uniform = [low, high]}}, got {entry!r}")
 
 
 def _features(table: str, declaration: TableSection, data_features: Sequence[str]) -> list[Feature]:

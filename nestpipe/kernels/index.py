@@ -106,6 +106,45 @@ def _items(slots, keys, positions):
     return n
 
 
+@kernel
+def _place(slots, keys, first, step):
+    """Gives keys[i] the position first + i * step; returns the first i whose key was there before, or -1."""
+    mask = np.uint64(len(slots) - 1)
+    base = slots.ctypes.data
+    length = len(keys)
+    for i in range(length):
+        if i + AHEAD < length:
+            prefetch(base + np.int64(mix(keys[i + AHEAD]) & mask) * 16)
+        slot = mix(keys[i]) & mask
+        while slots[slot, 1] != EMPTY:
+            if slots[slot, 0] == keys[i]:
+                return i
+            slot = (slot + ONE) & mask
+        slots[slot, 0] = keys[i]
+        slots[slot, 1] = first + i * step
+    return -1
+
+
+def fewest_slots(num_keys: int) -> int:
+    """That an index which does not grow any more needs: a power of two of which at most two thirds are in use."""
+    return 1 << max(4, (-(-3 * num_keys // 2) - 1).bit_length())
+
+
+def place(slots: np.ndarray, keys: np.ndarray, first: int, *, step: int = 1) -> None:
+    """Gives keys[i] the position first + i * step in slots [S, 2] of the caller's: in a file, say. (Slots are empty where the
+    second number is EMPTY.) ValueError for a key that is there already."""
+    twice = _place(slots, keys, first, step)
+    if twice >= 0:
+        raise ValueError(f"key {keys[twice]} is there twice")
+
+
+def find(slots: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The position of each key in slots that `place` has filled, or EMPTY."""
+    out = np.empty(len(keys), np.int64)
+    _find(slots, keys, out)
+    return out
+
+
 def slots_for(needed: int, num_slots: int) -> int:
     """How many slots a table of `num_slots` needs to hold so many keys, or 0 if it can stay as it is."""
     return 1 << (needed * 2 - 1).bit_length() if needed * 3 > num_slots * 2 else 0

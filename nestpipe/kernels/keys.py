@@ -7,6 +7,8 @@ hash tables.
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 
 from nestpipe.kernels.jit import kernel, prefetch
@@ -144,6 +146,17 @@ def shards(keys: np.ndarray) -> np.ndarray:
 def owners_of(shards: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """The worker that each shard belongs to; see `owner_of`."""
     return owners[(shards * len(owners)) >> SHARD_BITS]
+
+
+def hashed_name(table: str) -> int:
+    """Of a table: 64 bits."""
+    return int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little")
+
+
+def row_seeds(table: str, seed: int) -> tuple[np.uint64, np.uint64]:
+    """From which, with a key, the first values of a row follow; and, with a shard, those of a row that rare keys share."""
+    own = np.uint64(mix(np.uint64(hashed_name(table) ^ (seed % 2**64))))
+    return own, np.uint64(mix(own))
 
 
 class Deduplicator:

@@ -66,9 +66,16 @@ class DLRM(nn.Module):
 
     def forward(self, batch: Batch, rows: dict[str, Tensor]) -> Output:
         labels_B = self._labels(batch)
-        logits_B = self.top(self._interact(self._vectors(batch, rows))).squeeze(-1)
+        logits_B = self._logits(batch, rows)
         losses_B = F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
         return Output(losses=losses_B, predictions=torch.sigmoid(logits_B.detach()))
+
+    def predict(self, batch: Batch, rows: dict[str, Tensor]) -> Tensor:
+        """The probabilities alone; needs no labels."""
+        return torch.sigmoid(self._logits(batch, rows).detach())
+
+    def _logits(self, batch: Batch, rows: dict[str, Tensor]) -> Tensor:
+        return self.top(self._interact(self._vectors(batch, rows))).squeeze(-1)
 
     def _vectors(self, batch: Batch, rows: dict[str, Tensor]) -> list[Tensor]:
         vectors = []

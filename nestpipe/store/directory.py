@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 from nestpipe.kernels import records
 from nestpipe.kernels.compact import CompactIndex
 from nestpipe.kernels.index import HashIndex
-from nestpipe.kernels.keys import NUM_SHARDS, mix, shards
+from nestpipe.kernels.keys import NUM_SHARDS, hashed_name, mix, row_seeds, shards
 from nestpipe.kernels.rows import NONE, gather
 from nestpipe.store.chunks import Chunks
 from nestpipe.tables import Table
@@ -52,10 +51,9 @@ class Directory:
         self.shared = HashIndex()  # shard -> position of the row that its rare keys share
         self.sightings = HashIndex()  # rare key -> steps that used it so far
         self._free = self._held = NONE
-        name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
+        name = hashed_name(table.name)
         self.tags = np.uint64(name), np.uint64(mix(np.uint64(name)))  # of own and of shared rows in the digest
-        self.seed = np.uint64(mix(np.uint64(name ^ (seed % 2**64))))
-        self.shared_seed = np.uint64(mix(self.seed))
+        self.seed, self.shared_seed = row_seeds(table.name, seed)
         eviction = table.eviction
         self._counters = None if eviction is None else Chunks(2, half=False)
         self._ttl = None if eviction is None else eviction.ttl

@@ -16,7 +16,7 @@ from nestpipe.kernels.rows import Rows, birth, first_rows
 from nestpipe.kernels.update import Gradients
 from nestpipe.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, ScaledRowwiseAdagrad
 from nestpipe.store.directory import BLOCK, Births, Directory
-from nestpipe.tables import Normal, Table
+from nestpipe.tables import Table
 
 ALONE = np.zeros(1, np.int64)  # owners of a table that only worker 0 holds
 
@@ -180,13 +180,9 @@ class TableStore:
 
     # -- first values ------------------------------------------------------------------------------------------------
 
-    def _init(self) -> tuple[bool, float, float]:
-        init = self.table.init
-        return (True, 0.0, init.std) if isinstance(init, Normal) else (False, init.low, init.high)
-
     def _bear(self, rows: Rows, births: Births) -> None:
         """Writes first values and first state at births.positions of rows."""
-        normal, a, b = self._init()
+        normal, a, b = self.table.first_values
         initial = np.float32(self.table.optimizer.first_state)
         birth(rows, births.seed, births.keys, births.positions, normal, a, b, initial,
               self._state_floats, self._birth_scratch)  # fmt: skip
@@ -194,7 +190,7 @@ class TableStore:
     def _read_unborn(self, keys: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
         """out[i] = what keys[i] would read before it has a row, where the position is negative."""
         if len(positions) and positions.min() < 0:
-            normal, a, b = self._init()
+            normal, a, b = self.table.first_values
             if self.shares_rows:
                 first_rows(self.directory.shared_seed, shards(keys), positions, normal, a, b, self.half, out)
             else:
