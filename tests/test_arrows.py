@@ -16,7 +16,7 @@ FLOORS = (
     {"arena", "batch", "errors", "files", "importing", "kernels", "optim", "sections", "sizes", "tensorfile"},
     {"fields", "metrics", "ops", "process"},
     {"models", "schedule", "tables"},
-    {"data", "exchange", "store", "trace"},
+    {"data", "exchange", "serve", "store", "trace"},
     {"engine"},
     {"checkpoint"},
     {"config", "trainer"},
