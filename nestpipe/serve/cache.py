@@ -59,8 +59,9 @@ class Cache:
         return entry.state if entry else State.ABSENT
 
     def of_user(self, user: Hashable) -> Iterator[tuple[Key, State]]:
-        """All of the user's prefixes that are there or under way, superseded ones too if they are still read."""
-        return ((key, entry.state) for key, entry in self.pool.of_user.get(user, {}).items())
+        """The user's prefixes that are there or under way, but for superseded ones."""
+        entries = self.pool.of_user.get(user, {}).items()
+        return ((key, entry.state) for key, entry in entries if not entry.superseded)
 
     def __len__(self) -> int:
         return len(self.pool.entries)
@@ -143,10 +144,11 @@ class Cache:
         self.pool.move(entry, Event.SPILLED)
         return self._dropped_if_superseded(entry)
 
-    def failed(self, key: Key) -> list[Action]:
-        """The computation, load or spill has failed, or was not done after all. A Miss for each waiter."""
+    def failed(self, key: Key, *, cancelled: bool = False) -> list[Action]:
+        """The computation, load or spill has failed, or was not begun after all. A Miss for each waiter."""
         entry = self.pool.entries[key]
-        self.counters.failed += 1
+        self.counters.cancelled += cancelled
+        self.counters.failed += not cancelled
         waiters, entry.waiters = entry.waiters, {}
         actions: list[Action] = [Drop(key, Place.HOST)] if entry.state is State.LOADING else []
         self.pool.move(entry, Event.FAIL)

@@ -30,7 +30,7 @@ from nestpipe.serve.states import (
 class Counters:
     """What has happened since the beginning.
 
-    hits, waits, loads, misses: what claims came to. computations: begun. device_drops, host_drops: to make room. lost: of the
+    hits, waits, loads, misses: what claims came to. computations: asked for; cancelled: of these, not begun. device_drops, host_drops: to make room. lost: of the
     former, those of which there was no copy on the host. superseded: dropped because there was a newer one. failed: of whatever
     kind. wasted: computed, and gone without a ranking having used it; wasted_tokens: their length.
     """
@@ -41,6 +41,7 @@ class Counters:
     computations: int = 0
     misses: collections.Counter[Why] = dataclasses.field(default_factory=collections.Counter)
     failed: int = 0
+    cancelled: int = 0
     spills: int = 0
     device_drops: int = 0
     host_drops: int = 0
