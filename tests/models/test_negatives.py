@@ -91,7 +91,10 @@ def test_in_batch_negatives_equal_the_formula_forward_and_backward(log_q: str | 
     if log_q != "none":
         logits = logits - (batch.dense["log_q"].values[after] if log_q == "data" else share)
     own = torch.stack([logits[p][targets == targets[p]].logsumexp(0) for p in range(len(before))])
-    losses = Jagged.from_lengths(logits.logsumexp(1) - own, (keys.lengths - 1).clamp(min=0))
+    users = keys.sample_ids()[before]  # what a user chooses elsewhere is left out
+    compared = [(users != users[p]) | (targets == targets[p]) for p in range(len(before))]
+    total = torch.stack([logits[p][compared[p]].logsumexp(0) for p in range(len(before))])
+    losses = Jagged.from_lengths(total - own, (keys.lengths - 1).clamp(min=0))
     check(model, batch, rows, losses.sum())
 
 

@@ -6,19 +6,23 @@ import torch
 from nestpipe.ops import in_batch_softmax, log_frequencies
 
 
+@pytest.mark.parametrize("of_users", [False, True])
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("segment", [1, 50, 1 << 20])
 @pytest.mark.parametrize("size", [0, 1, 17])
-def test_equals_the_formula_forward_and_backward(corrected, segment, size):
+def test_equals_the_formula_forward_and_backward(of_users, corrected, segment, size):
     draw = torch.Generator().manual_seed(size)
     queries, items = (torch.randn(size, 6, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     keys = torch.randint(9, (size,), generator=draw)  # some of them the same
     log_q = torch.randn(size, generator=draw, dtype=torch.float64) if corrected else None
-    losses = in_batch_softmax(queries, items, keys, log_q, segment=segment)
+    users = torch.randint(4, (size,), generator=draw) if of_users else None
+    losses = in_batch_softmax(queries, items, keys, log_q, users_B=users, segment=segment)
     wanted = []
     for b in range(size):
         logits = items @ queries[b] - (0 if log_q is None else log_q)
-        wanted.append(logits.logsumexp(0) - logits[keys == keys[b]].logsumexp(0))
+        compared = keys == keys[b] if users is None else (keys == keys[b]) | (users != users[b])
+        total = logits.logsumexp(0) if users is None else logits[compared].logsumexp(0)
+        wanted.append(total - logits[keys == keys[b]].logsumexp(0))
     expected = torch.stack(wanted) if wanted else (queries + items).sum(1)
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
     weights = torch.arange(1, size + 1)
