@@ -1,13 +1,13 @@
 """What an instance's work takes, learned from its own measurements.
 
-Seconds = a + b tokens + c tokens² + d candidates x tokens, each coefficient zero or more: a for the call, b for what is done token
-by token, c for attention within the history, d for candidates that look at it. A batch of several is the sum of its parts, with one
-a. Full passes and rankings behind a prefix are calls of the same function and share a law; prefixes have their own, and so
-do copies (a + b bytes).
+Seconds = a + b tokens + c tokens² + d candidates x tokens, each coefficient zero or more: a for the call, b for what is done
+token by token, c for attention within the history, d for candidates that look at it. A batch of several is the sum of its
+parts, with one a. Full passes and rankings behind a prefix are calls of the same function and share a law; prefixes have
+their own, and so do copies (a + b bytes).
 
 The fit is least squares of relative errors over recent calls (older ones fade), with the law it began with as if it had been
-measured once: so it answers before the first measurement and never loses its footing when all calls are alike. A call that is far
-off what others were like counts less. `high` adds what most calls stay under.
+measured once: so it answers before the first measurement and never loses its footing when all calls are alike. A call that is
+far off what others were like counts less. `high` adds what most calls stay under.
 """
 
 from __future__ import annotations

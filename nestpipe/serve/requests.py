@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Hashable
+from typing import Any
 
 from nestpipe.serve.batching import Batching
 from nestpipe.serve.costs import Work
@@ -70,7 +71,7 @@ RELAYED = frozenset({Source.DEVICE, Source.WAITED, Source.LOADED})
 class Request:
     """A ranking request. key: of the prefix that it uses, or waits for; None: a full pass. give_up: when it no longer waits."""
 
-    id: Hashable
+    id: Any
     user: Hashable
     history: int
     tokens: int

@@ -32,8 +32,8 @@ class Member:
 
 @dataclasses.dataclass
 class Routed:
-    """How often: first: to the user's first choice. followed: a ranking to where its signal went. overloaded: passed on because an
-    instance had too much to do. saturated: to the first choice, since all had too much to do."""
+    """How many went where. first: to the user's first choice. followed: rankings, to where their signal went. overloaded: to a
+    later choice, since those before had too much to do. saturated: to the first choice, since all had too much to do."""
 
     first: int = 0
     followed: int = 0
