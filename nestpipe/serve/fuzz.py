@@ -70,19 +70,16 @@ class Account:
         assert sum(self.device.values()) <= self.cache.pool.device_bytes
         assert sum(self.host.values()) <= self.cache.pool.host_bytes
 
-    def end(self, key: Key, *, well: bool) -> None:
+    def end(self, key: Key, *, well: bool, seconds: float = 1.0) -> None:
         """The work on this prefix is done, or has failed."""
         action, cache = self.work.pop(key), self.cache
         if well:
-            done = {Compute: cache.computed, Load: cache.loaded, Spill: cache.spilled}
-            self.do(done[type(action)](key))
+            if isinstance(action, Compute):
+                self.do(cache.computed(key, seconds))
+            else:
+                self.do(cache.loaded(key) if isinstance(action, Load) else cache.spilled(key))
             return
-        if isinstance(action, Compute):
-            del self.device[key]
-        elif isinstance(action, Load):
-            del self.device[key]  # its copy on the host is dropped by the cache
-        else:
-            del self.host[key]
+        del (self.host if isinstance(action, Spill) else self.device)[key]  # what was promised to it
         self.do(cache.failed(key))
         assert key not in self.waiting.values(), f"{key} failed, and someone still waits for it"
 

@@ -261,7 +261,9 @@ class Instance:
             if taken.run:
                 for request in taken.run:
                     self._readmit(now, request)
-                    self.delay += PACE * (min(now, request.start_by) - request.ready - self.delay)
+                    # A late one waits for others to go first; that says nothing about the next one's wait.
+                    self.delay += PACE * (max(0.0, min(now, request.start_by) - request.ready) - self.delay)
+                assert len({request.version for request in taken.run}) == 1, "one batch, two models"
                 self.running = Rank(taken.run)
                 actions.append(self.running)
                 return

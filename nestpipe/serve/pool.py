@@ -31,7 +31,8 @@ class Counters:
     """What has happened since the beginning.
 
     hits, waits, loads, misses: what claims came to. computations: asked for; cancelled: of these, not begun. failed:
-    computations, loads and spills. device_drops, host_drops: to make room; lost: of the former, those of which there was no copy on the host.
+    computations, loads and spills. device_drops, host_drops: to make room; lost: of the former, those of which there was no copy
+    on the host.
     superseded: given up because there was a newer one. wasted: computed, and gone without a ranking having used them;
     wasted_seconds: what these had taken.
     """
@@ -72,7 +73,7 @@ class Pool:
 
     def __init__(self, *, device_bytes: int, host_bytes: int, spills: int) -> None:
         if device_bytes < 0 or host_bytes < 0:
-            raise ValueError(f"budgets of {device_bytes} and {host_bytes} bytes: give zero or more")
+            raise ValueError(f"device_bytes={device_bytes}, host_bytes={host_bytes}: give budgets of zero or more")
         if spills < 1:
             raise ValueError(
                 f"spills={spills}: give how many copies to the host may be under way at once, at least one"

@@ -103,8 +103,8 @@ class Trigger:
         """ADMITTED or REUSE, or why not. It is not counted yet: an admitted prefix may still find no room.
 
         full_seconds: what the full pass takes. budget: what it may take: the SLO less the queue and whatever else there is.
-        saved_seconds: what a ranking takes less with the prefix. begins_in: seconds that prefixes before it take. needed_in: seconds
-        until its ranking no longer waits for it.
+        saved_seconds: what a ranking takes less with the prefix. begins_in: seconds that prefixes before it take.
+        needed_in: seconds until its ranking no longer waits for it.
         """
         if prefix_bytes > self.device_bytes:
             return Reason.TOO_LARGE
