@@ -247,14 +247,18 @@ class Instance:
         return actions
 
     def _compute(self, now: float, actions: list[Action]) -> None:
-        """Rankings, or the prefix that is due first: that one if it has to start before the first ranking has to, and makes none
-        late; or if rankings are kept for others to join them, and it is done by then."""
+        """Rankings, or the prefix that is due first: whichever has to start first. A prefix also if rankings are kept for others
+        to join them, and it is done by then.
+
+        The prefix goes first even if it makes a ranking late: the trigger has bounded what prefixes take, and an overloaded
+        instance that never got to compute one would do full passes, and stay overloaded.
+        """
         self._look_again = end = math.inf
         first = self.signals.first()
         if first:
             seconds = self.costs.prefix.high(prefix_work(first[0].key.tokens))
             end, start_by = now + seconds, first[1] - seconds
-        if not first or end > self.queue.start_by or start_by >= self.queue.start_by:
+        if not first or start_by >= self.queue.start_by:
             taken = self.queue.take(now)
             for request in taken.late:
                 self._let_wait(now, request, actions)

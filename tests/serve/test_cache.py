@@ -200,7 +200,9 @@ def test_the_host_drops_what_was_used_least_recently_and_never_what_is_being_loa
     account.end(spill(account), well=True)
     assert [account.cache.state(key(user)) for user in (1, 2, 3)] == [State.ABSENT, State.HOST, State.BOTH]
     ask(account, key(2), "loads")
-    assert account.cache.spill() == []  # one on the host is being loaded, the other is the copy of what is on the device
+    assert (
+        account.cache.spill() == []
+    )  # one on the host is being loaded, the other is the copy of what is on the device
     account.check()
 
 
