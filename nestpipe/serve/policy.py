@@ -32,12 +32,8 @@ class Instance:
 
     def __init__(self, settings: Settings, costs: Costs | None = None, *, model: str = "") -> None:
         self.settings, self.costs = settings, costs or Costs.guess()
-        self.cache = Cache(
-            device_bytes=settings.device_bytes,
-            host_bytes=settings.host_bytes,
-            model=model,
-            spill_at=settings.spill_at,
-        )
+        budgets = {"device_bytes": settings.device_bytes, "host_bytes": settings.host_bytes}
+        self.cache = Cache(**budgets, model=model, spill_at=settings.spill_at)
         self.copies = Copies(self.cache, self.costs.copy)
         self.signals = Signals(settings, self.costs, self.cache, self.copies)
         self.trigger = self.signals.trigger

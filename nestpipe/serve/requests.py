@@ -25,6 +25,7 @@ class Settings:
     gap: seconds from a signal to its ranking, until some have been measured.
     max_tail: a cached prefix that lacks more items than this is computed anew at the next signal.
     max_queue: ranking requests that wait; more are refused.
+    spill_at: share of the device budget beyond which prefixes are copied to the host ahead of need.
     relay: False: full passes only. trigger: False: every signal is admitted for which there is room.
     """
 

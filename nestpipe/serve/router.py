@@ -68,8 +68,7 @@ class Router:
         """A new instance, or one that comes back."""
         if not 0 < weight < math.inf:
             raise ValueError(f"instance {name!r}: weight {weight} is not above zero")
-        if name in self.members:
-            self.lost(name)
+        self.lost(name)
         self.members[name] = Member(name, weight)
         self._changed()
 
@@ -79,7 +78,9 @@ class Router:
         self._changed()
 
     def lost(self, name: str) -> None:
-        """It is gone, with all it had."""
+        """It is gone, with all it had. Whoever notices may say so; the second time nothing happens."""
+        if name not in self.members:
+            return
         self._total_load -= self.members.pop(name).load
         for user in [user for user, (instance, _) in self._signals.items() if instance == name]:
             del self._signals[user]

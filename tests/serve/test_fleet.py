@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,13 @@ def test_when_all_have_died_every_request_is_an_error_until_one_comes_back() -> 
 def test_a_death_of_an_instance_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="instances 0 to 3"):
         run(requests=10, deaths=[Death(0.0, 4)])
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/relay.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0].replace("10_000", "1_000"), {})
+    kept, p99, relayed, errors = map(float, capsys.readouterr().out.split())
+    assert 0 < kept <= 1 and p99 > 0 and 0 <= relayed <= 1 and errors >= 0
 
 
 def test_deciding_needs_no_torch() -> None:

@@ -138,6 +138,7 @@ def test_answers_of_an_earlier_life_do_not_make_the_load_negative() -> None:
     router = Router(names(2))
     router.begin("i0")
     router.lost("i0")
+    router.lost("i0")
     router.done("i0")
     router.join("i0")
     router.done("i0")
