@@ -114,7 +114,7 @@ def _round(draw: random.Random, operations: int, users: int) -> collections.Coun
     device_bytes = draw.randrange(20, 60)
     cache = Cache(
         device_bytes=device_bytes,
-        host_bytes=draw.choice([0, device_bytes, 3 * device_bytes]),
+        host_bytes=draw.choice([0, device_bytes // 2, device_bytes, 3 * device_bytes]),
         model="m0",
         spill_at=draw.choice([0.0, 0.5, 0.9]),
         spills=draw.choice([1, 2]),

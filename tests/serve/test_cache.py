@@ -206,6 +206,15 @@ def test_the_host_drops_what_was_used_least_recently_and_never_what_is_being_loa
     account.check()
 
 
+def test_a_host_that_is_full_of_copies_of_what_is_on_the_device_takes_no_more() -> None:
+    account = make(30, 15, spill_at=0.0)
+    for user in (1, 2):
+        put(account, key(user))
+    account.end(spill(account), well=True)
+    assert account.cache.state(key(1)) is State.BOTH and account.cache.spill() == []
+    assert account.host == {key(1): 10}
+
+
 def test_a_load_that_fails_drops_the_copy() -> None:
     account = make(10, 20, spill_at=0.0)
     put(account, key(1))
@@ -303,7 +312,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.account = make(40, 60, spill_at=0.4, spills=2)
+        self.account = make(40, 25, spill_at=0.4, spills=2)  # a small host: copies of what is on the device can fill it
         self.models = 0
         self.number = 0
 
