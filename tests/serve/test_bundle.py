@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -14,7 +15,19 @@ from torch import Tensor, nn
 
 from nestpipe import Batch, Feature, Jagged, Table, Trainer, config, load_bundle, run
 from nestpipe.export import export_bundle
-from tests.serve.trained import JUDGED, KEYS, NAMES, Exported, Ranker, assert_says, evaluated, make_batch
+from tests.serve.trained import (
+    JUDGED,
+    KEYS,
+    NAMES,
+    TABLES,
+    Exported,
+    Ranker,
+    assert_says,
+    evaluated,
+    make_batch,
+    make_trainer,
+    train,
+)
 from tests.test_cli import CLICKS
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +49,18 @@ torch.save((said, sorted(name for name in sys.modules if name.startswith("nestpi
 
 def test_a_bundle_says_what_the_trainer_says(exported: Exported) -> None:
     assert_says(load_bundle(exported.bundles[0], model=Ranker(), verify=True), exported.said[0])
+
+
+@pytest.mark.parametrize("pooled_at", ["source", "owner"])
+def test_bits_are_the_same_wherever_one_worker_pools(tmp_path: Path, pooled_at: str) -> None:
+    bags = [dataclasses.replace(table, pooled_at=pooled_at) for table in TABLES[:-1]]
+    with make_trainer(tmp_path / "storage", [*bags, TABLES[-1]]) as trainer:
+        train(trainer, 0, 3)
+        trainer.save(tmp_path / "saved")
+        expected = evaluated(trainer, JUDGED)
+    export_bundle(tmp_path / "saved", tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle", model=Ranker())
+    assert all(torch.equal(bundle.predict(batch), known) for batch, known in zip(JUDGED, expected, strict=True))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,10 +52,10 @@ class Ranker(nn.Module):
         return rows.mean() if isinstance(rows, Jagged) else rows
 
 
-def make_trainer(storage: Path) -> Trainer:
+def make_trainer(storage: Path, tables: Sequence[Table] = TABLES) -> Trainer:
     from nestpipe import Trainer
 
-    return Trainer(Ranker(), TABLES, FEATURES, dense_optimizer=lambda p: torch.optim.Adam(p, 1e-2), storage=storage)
+    return Trainer(Ranker(), tables, FEATURES, dense_optimizer=lambda p: torch.optim.Adam(p, 1e-2), storage=storage)
 
 
 def make_batch(seed: int, *, size: int = 16) -> Batch:
