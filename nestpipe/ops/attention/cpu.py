@@ -250,8 +250,10 @@ class _Bias:
             near[: len(given)] = given
         # From far to near; the rows of `spread` are this one, moved on by one each.
         line = torch.cat([masked, near, masked]).flip(0)
-        width = self.longest + BLOCK
-        return line.as_strided((BLOCK, width), (1, 1)).flip(0)
+        # As many rows as a tile may have: of short tails before long prefixes that is much less than a block.
+        queries = self.call.offsets[1:] - self.call.offsets[:-1]
+        most = min(BLOCK, rounded(int(queries.max()), self.call.width)) if len(queries) else 0
+        return line[BLOCK - most :].as_strided((most, self.longest + BLOCK), (1, 1)).flip(0)
 
     def _columns(self, diagonal: int, num_queries: int, num_keys: int) -> Tensor:
         first = self.longest - diagonal
