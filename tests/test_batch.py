@@ -258,6 +258,24 @@ def test_slice_of_a_batch_equals_select_of_neighbours() -> None:
     assert batch.slice(0, 3) is batch
 
 
+def test_labels_may_be_lists_and_are_cut_chosen_and_joined_with_their_samples() -> None:
+    labels = Jagged.from_lists([[1.0, 0.0], [], [0.5]], dtype=torch.float32)
+    batch = Batch({"k": Jagged.from_lists([[1], [2], [3]])}, labels=labels)
+    check_batch(batch, ["k"])
+    assert Batch({}, labels=labels).size == 3
+    assert batch.select(torch.tensor([2, 0])).labels.to_lists() == [[0.5], [1.0, 0.0]]  # type: ignore[union-attr]
+    assert batch.slice(1, 3).labels.to_lists() == [[], [0.5]]  # type: ignore[union-attr]
+    again = Batch.joined([batch.slice(0, 1), batch.slice(1, 3)])
+    assert again.labels.to_lists() == labels.to_lists()  # type: ignore[union-attr]
+    for wrong, error, message in (
+        (Jagged(labels.values, torch.tensor([0, 1, 3])), ValueError, "labels has 2 samples, the batch has 3"),
+        (labels.like(torch.tensor([1.0, float("nan"), 0.0])), NotFinite, "labels holds nan"),
+        (Jagged(labels.values, torch.tensor([0, 1, 2, 2])), ValueError, "labels: lengths do not sum up"),
+    ):
+        with pytest.raises(error, match=message):
+            check_batch(Batch(batch.keys, labels=wrong), ["k"])
+
+
 def test_a_batch_without_labels_stays_without() -> None:
     batch = Batch({"user": Jagged.from_lists([[1], [2]])})
     assert batch.select(torch.tensor([1])).labels is None

@@ -1,5 +1,6 @@
 """Metrics against brute force, and against themselves with the samples spread over workers."""
 
+import itertools
 import math
 import socket
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from nestpipe.batch import Jagged
-from nestpipe.metrics import AUC, NDCG, HitRate, NormalizedEntropy, rank_all, target_ranks
+from nestpipe.metrics import AUC, GAUC, NDCG, HitRate, ListNDCG, NormalizedEntropy, rank_all, target_ranks
 
 
 def make_predictions(size: int = 999, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +142,99 @@ def test_ranking_refuses_what_it_cannot_rank():
         target_ranks(torch.zeros(1, 2), candidate_keys=torch.tensor([4, 4]), target_keys=torch.tensor([4]))
 
 
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+def make_lists(count: int = 40, *, seed: int = 0) -> tuple[Jagged, Jagged]:
+    """Scores with ties, and clicks; lists that are empty, of one candidate, and without clicks or nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 9, (count,), generator=generator)
+    scores = (torch.rand(int(lengths.sum()), generator=generator) * 5).round() / 5
+    labels = (torch.rand(len(scores), generator=generator) < 0.4).float()
+    return Jagged.from_lengths(scores, lengths), Jagged.from_lengths(labels, lengths)
+
+
+def dcg(order: list[int], labels: list[float], k: int) -> float:
+    return sum(labels[place] / math.log2(2 + rank) for rank, place in enumerate(order[:k]))
+
+
+def list_ndcg(scores: list[float], labels: list[float], k: int) -> float:
+    """The mean over all orders that the scores allow."""
+    allowed = [
+        order
+        for order in itertools.permutations(range(len(scores)))
+        if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order))
+    ]
+    best = dcg(sorted(range(len(labels)), key=lambda place: -labels[place]), labels, k)
+    return sum(dcg(order, labels, k) for order in allowed) / len(allowed) / best
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_ndcg_of_lists_is_the_mean_over_the_orders_that_ties_allow(k):
+    predictions, labels = (part.slice(0, 25) for part in make_lists())
+    kept = [(s[:6], y[:6]) for s, y in zip(predictions.to_lists(), labels.to_lists(), strict=True)]
+    expected = [list_ndcg(s, y, k) for s, y in kept if any(y)]
+    assert 5 < len(expected) < len(kept)
+    metric = ListNDCG(k)
+    metric.update(*(Jagged.from_lists([pair[i] for pair in kept], dtype=torch.float32) for i in range(2)))
+    assert metric.compute() == pytest.approx(sum(expected) / len(expected), rel=1e-9)
+
+
+def test_gauc_is_the_auc_of_lists_weighted_by_their_candidates():
+    predictions, labels = make_lists()
+    total = weight = 0.0
+    for scores, of_list in zip(predictions.to_lists(), labels.to_lists(), strict=True):
+        auc = AUC()
+        auc.update(torch.tensor(scores), torch.tensor(of_list))
+        if not math.isnan(auc.compute()):
+            total, weight = total + len(scores) * auc.compute(), weight + len(scores)
+    assert 0 < weight < len(labels.values)
+    metric = GAUC()
+    metric.update(predictions, labels)
+    assert metric.compute() == pytest.approx(total / weight, rel=1e-9)
+
+
+def test_the_order_within_a_list_and_the_cut_into_batches_change_no_digit():
+    predictions, labels = make_lists(200)
+    turned = [
+        Jagged.from_lists([x[::-1] for x in part.to_lists()], dtype=torch.float32) for part in (predictions, labels)
+    ]
+    for make in (GAUC, lambda: ListNDCG(3)):
+        whole, backwards, cut = make(), make(), make()
+        whole.update(predictions, labels)
+        backwards.update(*turned)
+        for samples in torch.randperm(200, generator=torch.Generator().manual_seed(1)).split(7):
+            cut.update(predictions.select(samples), labels.select(samples))
+        assert whole.compute() == cut.compute() == pytest.approx(backwards.compute(), rel=1e-9)
+
+
+def test_lists_without_a_decision_do_not_count_and_bad_ones_are_named():
+    no_click, all_clicked = (
+        Jagged.from_lists([[0.0, 0.0], []], dtype=torch.float32),
+        Jagged.from_lists([[1.0, 1.0], []], dtype=torch.float32),
+    )
+    for metric in (GAUC(), ListNDCG(2)):
+        metric.update(no_click, no_click)
+        assert math.isnan(metric.compute())
+        with pytest.raises(ValueError, match="must both be a Jagged"):
+            metric.update(no_click.values, no_click.values)
+        with pytest.raises(ValueError, match="another number of predictions"):
+            metric.update(no_click, Jagged(no_click.values, torch.tensor([0, 1, 2])))
+        with pytest.raises(ValueError, match="sample 1 is NaN"):
+            metric.update(no_click.like(torch.tensor([0.0, math.nan])), no_click)
+    gauc, ndcg = GAUC(), ListNDCG(2)
+    gauc.update(no_click, all_clicked)
+    ndcg.update(no_click, all_clicked)
+    assert math.isnan(gauc.compute()) and ndcg.compute() == 1
+    with pytest.raises(ValueError, match=r"label 0\.5 of sample 0 is neither 0 nor 1"):
+        gauc.update(no_click, no_click.like(torch.tensor([0.5, 1.0])))
+    with pytest.raises(ValueError, match=r"label -1\.0 is below 0"):
+        ndcg.update(no_click, no_click.like(torch.tensor([-1.0, 1.0])))
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
 def all_metrics(part: torch.Tensor) -> list[float]:
     predictions, labels = make_predictions()
     ranks = torch.randint(1, 40, (len(predictions),), generator=torch.Generator().manual_seed(5))
@@ -150,7 +244,11 @@ def all_metrics(part: torch.Tensor) -> list[float]:
         entropy.update(predictions[some], labels[some])
         hit_rate.update(ranks[some])
         ndcg.update(ranks[some])
-    return [metric.compute() for metric in (auc, entropy, hit_rate, ndcg)]
+    scores, clicks = make_lists(999)
+    gauc, of_lists = GAUC(), ListNDCG(3)
+    for metric in (gauc, of_lists):
+        metric.update(scores.select(part), clicks.select(part))
+    return [metric.compute() for metric in (auc, entropy, hit_rate, ndcg, gauc, of_lists)]
 
 
 def worker(rank: int, parts: list[torch.Tensor], port: int, results) -> None:

@@ -45,6 +45,18 @@ def test_the_examples_of_long_histories_train(tmp_path: Path, example: str, size
     assert result["steps"] == 3 and result["metrics"]["targets"] == 2
 
 
+def test_the_example_of_a_ranker_trains_and_its_lists_are_judged(tmp_path: Path) -> None:
+    """As it is but for its size."""
+    smaller = ("data.num_users=600", "data.num_items=60", "data.num_topics=6", "data.num_evaluated=300", "data.mean_length=12",
+               "model.num_layers=1", "tables.item.dim=16", "train.steps=150", "train.batch_size=20", "train.dense_lr=1e-2",
+               "schedule.micro_batches=1")  # fmt: skip
+    sets = [word for entry in smaller for word in ("--set", entry)]
+    assert command("train", EXAMPLES / "hstu_ranker.toml", *sets, "--out", tmp_path / "run") == 0
+    metrics = read(tmp_path / "run" / "result.json")["metrics"]
+    assert metrics.keys() == {"loss", "AUC", "NE", "GAUC", "NDCG@4"}
+    assert metrics["AUC"] > 0.65 and metrics["GAUC"] > 0.65
+
+
 # -- what comes after the training -------------------------------------------------------------------------------------
 
 

@@ -51,9 +51,11 @@ class HistoryDataset:
         negatives.
     num_clicked: above 0, the data is for rankers: `keys["candidates"]` instead of negatives, `labels` with 1 for items that the
         user has next and 0 for `num_negatives` drawn ones, and `dense["now"]`, the time of the first of the former. At "train" a
-        history is cut somewhere, by (seed, epoch, user), and the next items, up to `num_clicked` of them, are clicked; where there
-        is no next item there are no candidates. At "valid" and "test" the target is.
+        history is cut somewhere, by (seed, epoch, user), and the next items are clicked, up to `num_clicked` of them; where there
+        is no next item there are no candidates. At "valid" and "test" the target is clicked.
     """
+
+    features = ("history", "negatives")
 
     def __init__(
         self,
@@ -69,7 +71,8 @@ class HistoryDataset:
         check_negatives(num_negatives, negatives_per)
         self.histories, self.num_clicked = histories, num_clicked
         self.has_lists = num_clicked > 0
-        self.features = ("history", "candidates") if self.has_lists else ("history", "negatives")
+        if self.has_lists:
+            self.features = ("history", "candidates")
         self.max_length, self.num_negatives, self.negatives_per = max_length, num_negatives, negatives_per
         self._catalogue = np.unique(histories.items)
         lengths = np.diff(histories.offsets)
@@ -153,7 +156,6 @@ class HistoryDataset:
             dense=dense,
             labels=None if split == "train" else torch.from_numpy(store.items[ends]),
         )
-
 
     def _lists(
         self,

@@ -31,10 +31,16 @@ class MovieLens(HistoryDataset):
         num_negatives: int = 16,
         negatives_per: str = "sample",
         log_q: bool = False,
+        num_clicked: int = 0,
     ) -> None:
         histories = read_ratings(find_text_files(path), min_rating=min_rating)
         super().__init__(
-            histories, max_length=max_length, num_negatives=num_negatives, negatives_per=negatives_per, log_q=log_q
+            histories,
+            max_length=max_length,
+            num_negatives=num_negatives,
+            negatives_per=negatives_per,
+            log_q=log_q,
+            num_clicked=num_clicked,
         )
 
 

@@ -26,6 +26,7 @@ class Sequences(HistoryDataset):
         num_negatives: int = 16,
         negatives_per: str = "sample",
         log_q: bool = False,
+        num_clicked: int = 0,
     ) -> None:
         super().__init__(
             read_histories(find_text_files(path)),
@@ -33,6 +34,7 @@ class Sequences(HistoryDataset):
             num_negatives=num_negatives,
             negatives_per=negatives_per,
             log_q=log_q,
+            num_clicked=num_clicked,
         )
 
 

@@ -211,10 +211,10 @@ def _for(
     """Lists of candidates go to a metric as lists if it takes them so, else all candidates end to end."""
     lists = getattr(metric, "takes_lists", False)
     if isinstance(predictions, Jagged) != isinstance(labels, Jagged) or (lists and not isinstance(labels, Jagged)):
-        kinds = ["Jagged" if isinstance(part, Jagged) else "a tensor" for part in (predictions, labels)]
+        kinds = ["a Jagged" if isinstance(part, Jagged) else "a tensor" for part in (predictions, labels)]
         raise ValueError(
-            f"metric {name!r}: predictions are {kinds[0]}, labels {kinds[1]}; give both "
-            f"{'as a Jagged, one list per sample' if lists else 'alike'}"
+            f"metric {name!r}: predictions are {kinds[0]}, labels {kinds[1]}; it needs "
+            f"{'a Jagged of both, one list per sample' if lists else 'both alike'}"
         )
     if not isinstance(predictions, Jagged) or not isinstance(labels, Jagged):
         return predictions, labels

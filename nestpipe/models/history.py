@@ -20,7 +20,7 @@ from nestpipe.ops import dropout as drop
 class HistoryModel(nn.Module):
     """See SequenceModel and Ranker, whose children say what a layer is.
 
-    num_positions: places that a token can stand at, and distances between two: `max_length`, or more.
+    more_positions: places behind the longest history that a token can stand at.
     """
 
     layer_class: type[Layer]

@@ -146,12 +146,13 @@ class Ranker(HistoryModel):
         """
         self._check_serving(rows, times)
         self.check_lengths(rows.lengths)
+        times_T = times.values if times is not None and self.num_time_buckets else None
         place_T = rows.places()
         x_TD = self.first_states(rows.values, place_T)
-        tokens = Tokens(rows.offsets, _seen(place_T + 1, x_TD), None if times is None else times.values)
+        tokens = Tokens(rows.offsets, _seen(place_T + 1, x_TD), times_T)
         bounds = rows.offsets.tolist()
         users = list(zip(bounds[:-1], bounds[1:], strict=True))
-        seconds = [None if times is None else times.values[a:z].clone() for a, z in users]
+        seconds = [None if times_T is None else times_T[a:z].clone() for a, z in users]
         made = [Prefix([], z - a, of_user) for (a, z), of_user in zip(users, seconds, strict=True)]
         for layer in self._layers():
             if layer is self.layers[-1]:  # whose states nobody asks for

@@ -55,11 +55,15 @@ class Group:
 
     def take_or_zero(self, values: Tensor, first: int, last: int) -> Tensor:
         """The same with zeros behind the last tokens: gradients, where a copy must not count twice."""
+        return self.take_or_fill(values, first, last, behind=0)
+
+    def take_or_fill(self, values: Tensor, first: int, last: int, *, behind: float) -> Tensor:
+        """The same with a number of one's own behind the last tokens."""
         taken = self.take(values, first, last)
         if len(self.padding):
             a, z = first * self.length, last * self.length
             within = self.padding if z - a == len(self.rows) else self.padding[(self.padding >= a) & (self.padding < z)]
-            taken.flatten(0, 1).index_fill_(0, within - a, 0)
+            taken.flatten(0, 1).index_fill_(0, within - a, behind)
         return taken
 
     def put(self, out: Tensor, first: int, last: int, values: Tensor) -> None:
@@ -97,17 +101,17 @@ def _make(offsets: Tensor, width: int, longest: int | None) -> list[Group]:
     for sample, length in enumerate(lengths.tolist()):
         if length > 0 and (longest is None or length <= longest):
             members.setdefault(rounded(length, width), []).append(sample)
-    groups = []
-    for length, chosen in sorted(members.items()):
-        samples = torch.tensor(chosen, device=offsets.device)
-        place_L = torch.arange(length, device=offsets.device)
-        beyond_BL = place_L >= lengths[samples, None]
-        rows_BL = torch.minimum(offsets[samples, None] + place_L, offsets[samples + 1, None] - 1)
-        places_BL = torch.where(beyond_BL, offsets[-1], rows_BL)
-        padding = beyond_BL.flatten().nonzero().squeeze(1)
-        start = int(rows_BL[0, 0])
-        as_they_are = len(padding) == 0 and int(rows_BL[-1, -1]) - start == rows_BL.numel() - 1
-        groups.append(
-            Group(samples, length, rows_BL.flatten(), places_BL.flatten(), padding, start if as_they_are else None)
-        )
-    return groups
+    return [group_of(offsets, chosen, length) for length, chosen in sorted(members.items())]
+
+
+def group_of(offsets: Tensor, chosen: list[int], length: int) -> Group:
+    """The group of these samples, all of 1 to `length` tokens."""
+    samples = torch.tensor(chosen, device=offsets.device)
+    place_L = torch.arange(length, device=offsets.device)
+    beyond_BL = place_L >= offsets[samples + 1, None] - offsets[samples, None]
+    rows_BL = torch.minimum(offsets[samples, None] + place_L, offsets[samples + 1, None] - 1)
+    places_BL = torch.where(beyond_BL, offsets[-1], rows_BL)
+    padding = beyond_BL.flatten().nonzero().squeeze(1)
+    start = int(rows_BL[0, 0])
+    as_they_are = len(padding) == 0 and int(rows_BL[-1, -1]) - start == rows_BL.numel() - 1
+    return Group(samples, length, rows_BL.flatten(), places_BL.flatten(), padding, start if as_they_are else None)

@@ -33,6 +33,13 @@ def data_sets(tmp_path_factory):
         "synthetic_sequences": {"num_samples": 100, "num_valid_samples": 20, "overlap": 0.5},
         "synthetic_clicks": {"num_samples": 100, "num_valid_samples": 20, "keys_per_bag": [0, 5]},
         "kuairand_like": {"num_users": 100, "num_items": 500, "mean_length": 12, "max_length": 60, "num_evaluated": 20},
+        "kuairand_clicks": {
+            "num_users": 100,
+            "num_items": 500,
+            "mean_length": 12,
+            "max_length": 60,
+            "num_evaluated": 20,
+        },
         "sequences": {"path": str(folder / "sequences.txt")},
         "movielens": {"path": str(folder / "ratings.dat")},
         "criteo": {"path": str(folder / "criteo.tsv"), "shuffle_buffer": 64, "block_bytes": 2000},

@@ -17,9 +17,10 @@ def samples_of(batch: Batch) -> list[Sample]:
     columns: list[list[Any]] = [[tuple(keys) for keys in jagged.to_lists()] for jagged in batch.keys.values()]
     for part in batch.dense.values():
         rows = part.to_lists() if isinstance(part, Jagged) else part.tolist()
-        columns.append([tuple(row) for row in rows])
+        columns.append([tuple(row) if isinstance(row, list) else row for row in rows])
     if batch.labels is not None:
-        columns.append(batch.labels.tolist())
+        labels = batch.labels
+        columns.append([tuple(x) for x in labels.to_lists()] if isinstance(labels, Jagged) else labels.tolist())
     return list(zip(*columns, strict=True))
 
 

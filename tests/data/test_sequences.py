@@ -168,3 +168,65 @@ def test_movielens_names_the_bad_row(tmp_path, text, message):
 def test_movielens_without_any_rating_left_says_so(tmp_path):
     with pytest.raises(ValueError, match="lower min_rating"):
         MovieLens(path=write(tmp_path / "ratings.dat", "1::2::3::4\n"), min_rating=6)
+
+
+# -- lists for rankers -------------------------------------------------------------------------------------------------
+
+
+def lists_of(batch):
+    """Of each sample: history, what was clicked, what was passed over."""
+    for history, keys, labels in zip(
+        batch.keys["history"].to_lists(), batch.keys["candidates"].to_lists(), batch.labels.to_lists(), strict=True
+    ):
+        yield (
+            history,
+            [k for k, y in zip(keys, labels, strict=True) if y],
+            [k for k, y in zip(keys, labels, strict=True) if not y],
+        )
+
+
+def test_the_target_is_clicked_and_drawn_items_are_passed_over_at_valid_and_test(path):
+    dataset = Sequences(path=path, max_length=3, num_negatives=5, num_clicked=2)
+    assert dataset.features == ("history", "candidates") and dataset.has_lists
+    for split, expected in (
+        ("valid", [([10, 11, 12], [13]), ([11], [15])]),
+        ("test", [([11, 12, 13], [14]), ([11, 15], [16])]),
+    ):
+        (batch,) = read(dataset, split, batch_size=4)
+        found = list(lists_of(batch))
+        assert [sample[:2] for sample in found] == expected
+        assert all(len(passed) == 5 and set(passed) <= set(range(10, 20)) for *_, passed in found)
+
+
+def test_training_histories_are_cut_somewhere_and_go_on_with_what_was_clicked(path):
+    dataset = Sequences(path=path, max_length=3, num_negatives=2, num_clicked=2)
+    whole = {10: [10, 11, 12], 11: [11], 17: [17, 18], 19: [19]}  # what "train" may know of each user
+    cuts = set()
+    for epoch in range(20):
+        for batch in read(dataset, "train", batch_size=3, epoch=epoch):
+            for history, clicked, passed in lists_of(batch):
+                items = whole[history[0]]
+                assert sorted(clicked) == items[len(history) : len(history) + 2] and history == items[: len(history)]
+                assert len(passed) == (2 if clicked else 0)
+                assert clicked or len(items) == 1  # where nothing comes next, nothing was shown
+                cuts.add(len(history))
+    assert cuts == {1, 2}
+
+
+def test_lists_do_not_depend_on_the_world_and_lengths_are_known_beforehand(path):
+    dataset = Sequences(path=path, max_length=3, num_negatives=4, num_clicked=1)
+    alone = global_batches(dataset, "train", batch_size=4, world=1, seed=1, epoch=2)
+    assert global_batches(dataset, "train", batch_size=2, world=2, seed=1, epoch=2) == alone
+    epoch = dataset.epoch("train", seed=1, epoch=2)
+    places = torch.arange(4).numpy()
+    assert epoch.lengths(places).tolist() == epoch.make(places).keys["history"].lengths.tolist()
+
+
+def test_files_with_times_say_when_the_first_clicked_item_was(tmp_path):
+    text = "".join(f"1::{item}::5::{100 + item}\n" for item in range(6))
+    dataset = MovieLens(path=write(tmp_path / "ratings.dat", text), num_clicked=1, num_negatives=1)
+    (batch,) = read(dataset, "test", batch_size=1)
+    assert batch.dense["now"].tolist() == [105] and batch.dense["timestamps"].to_lists() == [[100, 101, 102, 103, 104]]
+    for epoch in range(5):
+        (batch,) = read(dataset, "train", batch_size=1, epoch=epoch)
+        assert batch.dense["now"].tolist() == [100 + len(batch.keys["history"].values)]

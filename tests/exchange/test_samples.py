@@ -52,6 +52,15 @@ def test_batches_without_labels_or_keys_are_packed_too() -> None:
         assert_same(unpack(pack(batch), parts_of(batch), 3), batch)
 
 
+def test_labels_may_be_lists() -> None:
+    labels = Jagged.from_lists([[1.0, 0.0], [], [0.5]], dtype=torch.float32)
+    batch = Batch({"k": Jagged.from_lists([[1], [], [2]])}, labels=labels)
+    again = unpack(pack(batch), parts_of(batch), 3)
+    assert isinstance(again.labels, Jagged)
+    assert_same(again, batch)
+    assert_same(Batch.joined([batch.slice(0, 1), batch.slice(1, 3)]), batch)
+
+
 def test_nothing_of_a_batch_is_a_batch_with_its_parts() -> None:
     empty = unpack(np.empty(0, np.uint8), parts_of(every_kind(3)), 0)
     assert empty.size == 0 and parts_of(empty) == parts_of(every_kind(3))

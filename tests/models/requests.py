@@ -38,10 +38,10 @@ def make_ranker(kind: type[Ranker], **changes) -> Ranker:
     torch.manual_seed(1)
     settings = {"dim": DIM, "num_layers": 3, "num_heads": 2, "max_length": 400, "num_time_buckets": 32}
     model = kind(**(settings | changes))
-    # Biases by distance and time begin small: larger ones, so that a wrong distance shows.
+    # Biases by distance and time, and scores, begin small: larger ones, so that a wrong distance shows.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "position_" in name or "time_" in name:
+            if "position_" in name or "time_" in name or name == "score_weight":
                 parameter.mul_(10)
     return model.eval()
 

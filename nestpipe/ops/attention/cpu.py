@@ -24,16 +24,23 @@ from torch.autograd.function import once_differentiable
 
 from nestpipe.kernels.attention import add_time_bias, sum_buckets, sum_diagonals
 from nestpipe.ops.attention.buckets import bucket_cells
-from nestpipe.ops.attention.tiles import aligned, even, heads_of, room_for, scores_of, side_by_side, unweigh, weigh
+from nestpipe.ops.attention.tiles import (
+    MASKED,
+    aligned,
+    even,
+    heads_of,
+    room_for,
+    scores_of,
+    side_by_side,
+    unweigh,
+    weigh,
+)
 from nestpipe.ops.groups import Group, groups_of, rounded
 
 SHORT = 128
 KEPT = 64  # so many floats per token and head are as much as q, k and v of a head, and a step takes less time
 BLOCK = 128
 TILE = BLOCK * 1024  # floats: 512 KB, which is half of a core's second-level cache
-# SiLU of this is exactly 0 and so is its slope, and so is its share in a softmax, whatever score it is added to: a mask that is
-# added with the bias.
-MASKED = -1e30
 
 
 def attention(
@@ -243,8 +250,10 @@ class _Bias:
             near[: len(given)] = given
         # From far to near; the rows of `spread` are this one, moved on by one each.
         line = torch.cat([masked, near, masked]).flip(0)
-        width = self.longest + BLOCK
-        return line.as_strided((BLOCK, width), (1, 1)).flip(0)
+        # As many rows as a tile may have: of short tails before long prefixes that is much less than a block.
+        queries = self.call.offsets[1:] - self.call.offsets[:-1]
+        most = min(BLOCK, rounded(int(queries.max()), self.call.width)) if len(queries) else 0
+        return line[BLOCK - most :].as_strided((most, self.longest + BLOCK), (1, 1)).flip(0)
 
     def _columns(self, diagonal: int, num_queries: int, num_keys: int) -> Tensor:
         first = self.longest - diagonal

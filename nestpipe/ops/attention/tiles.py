@@ -10,6 +10,10 @@ from torch import Tensor
 
 from nestpipe.ops.groups import LINE
 
+# SiLU of this is exactly 0 and so is its slope, and so is its share in a softmax, whatever score it is added to: a mask that is
+# added with the bias.
+MASKED = -1e30
+
 
 def even(length: int, most: int) -> int:
     """The size of pieces of at most `most`, the last of which is about as large as the others."""

@@ -59,6 +59,19 @@ def test_a_sample_is_the_same_to_the_bit_whatever_else_is_in_the_call(kind, widt
             assert torch.equal(grad, grads[name][items if name.startswith("history") else which]), (samples, name)
 
 
+def test_offsets_that_change_in_place_or_meet_others_are_looked_at_anew():
+    given = make(Case("silu", True, True, (3, 4), (6, 8)))
+    first = results(given, "cpu")
+    for changed in ({"history_offsets": torch.tensor([0, 7, 14])}, {"offsets": given["offsets"]}):
+        call = given | changed
+        if "offsets" in changed:
+            call["offsets"][1] = 5
+        got, expected = (results(call, impl) for impl in ("cpu", "reference"))
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-5)
+        assert not torch.equal(got["out"], first["out"])
+
+
 def test_candidates_do_not_see_each_other_and_their_order_means_nothing():
     given = make(Case("silu", True, True, (65,), (200,)))
     order = torch.randperm(65, generator=torch.Generator().manual_seed(1))
