@@ -276,7 +276,7 @@ class Worker:
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
-        """What can fail in a request is dealt with inside; whatever comes out is a mistake of ours, and nobody is left waiting."""
+        """What can fail in a request is dealt with inside. Whatever comes out is a mistake of ours; nobody is left waiting."""
         try:
             if not self._ended:
                 work(*arguments)
@@ -319,7 +319,7 @@ class Worker:
                 to_device(books.host[action.key], self._scorer.device) if loads else to_host(books.device[action.key])
             )
         except Exception:
-            log.warning("a prefix of %d bytes could not be copied; rankings do without", action.size, exc_info=True)
+            log.warning("a prefix of %d bytes was not copied; rankings do without", action.size, exc_info=True)
         self._made(action, began, copy, books.device if loads else books.host)
 
     def _made(
