@@ -15,17 +15,21 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-LENGTHS = (8, 16, 24, 32, 40, 52, 64, 80, 100, 128)  # histories are often cut to 50, 100, 128
+LENGTHS = (8, 16, 24, 32, 40, 52, 64, 80, 104, 128)  # histories are often cut to 50, 100, 128
 STEP = 32  # beyond
+# What torch computes value by value (SiLU) it takes so many at a time, and the last few of a tensor by another routine, which
+# rounds otherwise. Of matrices [L, L] that do not fill whole such parts the last row is therefore left to padding.
+VECTOR = 32
 # The bits of a product depend on where in a cache line its matrices begin, so each must fill whole ones: 16 floats. Matrices
 # [L, L] and [L, D] do if L and D are multiples of 4; for any other D, L must be one of 16.
 LINE = 16
+LONGEST = tuple(length if length**2 % VECTOR == 0 else length - 1 for length in LENGTHS)  # samples of each
 
 
 def rounded(length: int, width: int = LINE) -> int:
     """The length that samples of this one share, for matrices [L, width]."""
     beyond = length > LENGTHS[-1]
-    length = -(-length // STEP) * STEP if beyond else LENGTHS[bisect.bisect_left(LENGTHS, length)]
+    length = -(-length // STEP) * STEP if beyond else LENGTHS[bisect.bisect_left(LONGEST, length)]
     return length if width % 4 == 0 else -(-length // LINE) * LINE
 
 

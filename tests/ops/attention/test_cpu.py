@@ -29,7 +29,7 @@ def test_keys_wider_than_a_tile_equal_the_reference(kind, monkeypatch):
 @pytest.mark.parametrize("width", [2, 5, 16])
 @pytest.mark.parametrize("kind", ["silu", "softmax", "weights"])
 def test_a_sample_is_the_same_to_the_bit_whatever_else_is_in_the_call(kind, width):
-    lengths = (7, 50, 300, 1, 49, 64, 129, 50, 13, 128, 300, 3, 65)
+    lengths = (7, 50, 300, 1, 49, 64, 129, 50, 13, 128, 300, 3, 65, 51, 52, 52, 100, 100)
     call = make(Case(kind, True, True, lengths, num_heads=2, width=width))
     offsets = call.positional[3]
     direction = torch.sin(torch.arange(1.0 + offsets[-1]))[:-1, None]
