@@ -28,6 +28,7 @@ from nestpipe.serve.bundle import Bundle, load_bundle
 from nestpipe.serve.frames import Frame, encode, receive
 from nestpipe.serve.messages import Ask, Ranked, Rejected, Signal
 from nestpipe.serve.requests import Settings
+from nestpipe.serve.trigger import Bounds
 from nestpipe.serve.worker import Worker
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -168,7 +169,7 @@ def main(descriptor: int) -> None:
     try:
         worker = Worker(
             load_bundle(options["bundle"]),
-            Settings(**options["settings"]),
+            Settings(**options["settings"], bounds=Bounds(reuse=options["reuse"])),
             prefix_dtype=DTYPES[options["prefix_dtype"]],
             threads=threads,
         )
