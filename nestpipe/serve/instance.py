@@ -177,11 +177,17 @@ def main(descriptor: int) -> None:
     except (ValueError, OSError) as error:
         connection.sendall(encode({"kind": "refused", "error": describe(error)}))
         sys.exit(1)
+    code = 1
     try:
         Server(connection, worker).run()
+        code = 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # threads that may hang are not waited for
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # all is said and done: taking torch apart takes seconds, and threads may hang if something went wrong
 
 
 if __name__ == "__main__":
