@@ -373,7 +373,12 @@ def _export(arguments: argparse.Namespace) -> int:
             raise ValueError("--table is for --format parquet or npy; a bundle has all tables")
         check_writable(folder=arguments.out)
         started = time.perf_counter()
-        made = export_bundle(arguments.source, arguments.out, since=arguments.since, dtype=arguments.dtype)
+        try:
+            made = export_bundle(arguments.source, arguments.out, since=arguments.since, dtype=arguments.dtype)
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename or arguments.out}: {error.strerror or error}; nothing was written"
+            ) from error
         what = "all rows" if made.base is None else f"changes since {made.base.name} (version {made.base.version})"
         print(
             f"{arguments.out}: version {made.version}, step {made.step}, {what}, {made.num_bytes / 1e6:,.1f} MB in "
