@@ -157,6 +157,7 @@ class Cache:
         self.counters.failed += not cancelled
         waiters, entry.waiters = entry.waiters, {}
         actions: list[Action] = [Drop(key, Place.HOST)] if entry.state is State.LOADING else []
+        entry.unspillable |= entry.state is State.SPILLING  # else it would be tried again at once, and for ever
         self.pool.move(entry, Event.FAIL)
         actions += (self._miss(key, who, Why.FAILED) for who in waiters)
         return actions + self._dropped_if_superseded(entry)

@@ -56,7 +56,7 @@ class Counters:
 @dataclasses.dataclass(eq=False, slots=True)
 class Entry:
     """waiters: who asked while it was under way, and whether for a ranking. used: by a ranking. superseded: dropped as soon as
-    nobody reads it. seconds: that its computation took."""
+    nobody reads it. unspillable: a copy to the host has failed, and is not tried again. seconds: that its computation took."""
 
     key: Key
     size: int
@@ -65,6 +65,7 @@ class Entry:
     waiters: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
     used: bool = False
     superseded: bool = False
+    unspillable: bool = False
     seconds: float = 0.0
 
 
@@ -151,7 +152,7 @@ class Pool:
             if not self.of_user[key.user]:
                 del self.of_user[key.user]
         self._enlist(self._idle, entry, after in READABLE and not entry.pins)
-        self._enlist(self.unsaved, entry, after is State.DEVICE and not entry.pins and not entry.superseded)
+        self._enlist(self.unsaved, entry, self._spillable(entry))
         self._enlist(self._saved, entry, after is State.HOST)
 
     def pin(self, entry: Entry, count: int = 1) -> None:
@@ -159,11 +160,15 @@ class Pool:
         entry.pins += count
         self._idle_bytes += entry.size * self._droppable(entry)
         self._enlist(self._idle, entry, entry.state in READABLE and not entry.pins)
-        self._enlist(self.unsaved, entry, entry.state is State.DEVICE and not entry.pins and not entry.superseded)
+        self._enlist(self.unsaved, entry, self._spillable(entry))
 
     @staticmethod
     def _droppable(entry: Entry) -> bool:
         return not entry.pins and entry.state in (State.DEVICE, State.BOTH)
+
+    @staticmethod
+    def _spillable(entry: Entry) -> bool:
+        return entry.state is State.DEVICE and not (entry.pins or entry.superseded or entry.unspillable)
 
     @staticmethod
     def _enlist(queue: collections.OrderedDict[Key, Entry], entry: Entry, belongs: bool) -> None:
@@ -189,6 +194,6 @@ class Pool:
             assert entry.state is not State.ABSENT and entry.pins >= 0
             assert not entry.pins or entry.state in READABLE, f"{entry.key} is read, yet {entry.state.value}"
             assert not entry.waiters or entry.state in UNDER_WAY, f"{entry.key} is waited for, yet {entry.state.value}"
-            unsaved = entry.state is State.DEVICE and not entry.pins and not entry.superseded
-            assert (entry.key in self.unsaved) == unsaved, f"{entry.key} may be spilled: {unsaved}"
+            spillable = self._spillable(entry)
+            assert (entry.key in self.unsaved) == spillable, f"{entry.key} may be spilled: {spillable}"
             assert not self._droppable(entry) or not entry.superseded, f"{entry.key} is superseded, yet still there"

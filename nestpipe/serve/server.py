@@ -33,6 +33,7 @@ log = logging.getLogger("nestpipe")
 class Serving:
     """What is served, where and how. device_memory, host_memory: bytes for prefixes, in each instance. threads: of each.
     relay, trigger, affinity: False switches one off: no prefixes; prefixes for all signals; requests to any instance.
+    reuse: prefixes also for users whose full pass is fast enough, where they save more time than they take.
     drain: seconds that requests in flight are given at the end. port 0: any that is free."""
 
     bundle: Path
@@ -45,6 +46,7 @@ class Serving:
     threads: int = 1
     relay: bool = True
     trigger: bool = True
+    reuse: bool = False
     affinity: bool = True
     prefix_dtype: str = "float32"
     allow_updates: bool = False
@@ -86,6 +88,7 @@ def serve(serving: Serving) -> None:
         "kind": "start",
         "bundle": str(serving.bundle.resolve()),
         "settings": serving.settings,
+        "reuse": serving.reuse,
         "prefix_dtype": serving.prefix_dtype,
         "threads": serving.threads,
     }
@@ -110,6 +113,7 @@ async def _serve(serving: Serving, options: dict[str, Any], bound: socket.socket
     about = {
         "relay": serving.relay,
         "trigger": serving.trigger,
+        "reuse": serving.reuse,
         "affinity": serving.affinity,
         "slo_ms": 1000 * serving.slo,
         "device_memory": serving.device_memory,

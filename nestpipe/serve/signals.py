@@ -112,6 +112,11 @@ class Signals:
             self.gap += PACE * (now - lease.since - self.gap)
         return lease
 
+    def expected(self, user: Hashable) -> Key | None:
+        """The prefix that is kept, or under way, for the ranking that the user's last signal announced."""
+        lease = self._leases.get(user)
+        return lease.key if lease else None
+
     def let_go(self, lease: Lease) -> list[states.Action]:
         lease.until = -math.inf
         if lease.held:

@@ -9,7 +9,7 @@ from nestpipe.serve.states import State
 
 
 def test_twenty_thousand_random_operations_break_nothing_and_reach_everything() -> None:
-    happened = fuzz(20_000, seed=3)
+    happened = fuzz(20_000, seed=0)
     assert sum(happened.values()) == 20_000
     done = {f"{work} {how}" for work in ("Compute", "Load", "Spill") for how in ("done", "failed")}
     assert happened.keys() >= {"Hit", "Wait", "Miss", "Compute", "Load", "Spill", "switch", "discard", "leave"} | done
