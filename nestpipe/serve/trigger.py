@@ -1,7 +1,7 @@
 """The sequence-aware trigger: which early signals are worth a prefix.
 
-A signal is admitted only if the full pass of that length would miss its budget, and if the prefixes that are then alive, and the
-time that is spent on them, stay within bounds. Each answer has a reason, and each reason a counter.
+A signal is admitted only if the full pass of that length would miss its budget, a share of the SLO, and if the prefixes that are then
+alive, and the time that is spent on them, stay within bounds. Each answer has a reason, and each reason a counter.
 """
 
 from __future__ import annotations
@@ -51,20 +51,25 @@ class Rate:
 class Bounds:
     """What the trigger may spend.
 
+    budget: share of the time to the deadline that a full pass may take; one that takes more is late as soon as a few of its kind are
+        ahead of it. 1: only what would be late even alone gets a prefix.
     footprint: share of the device budget that prefixes may take that are computed and wait for their ranking.
     load: share of the instance's time that pre-inference may take.
     window: seconds over which rates are taken.
     residence: seconds from the computation of a prefix to the end of its ranking, until some have been measured.
     """
 
+    budget: float = 0.2
     footprint: float = 0.5
     load: float = 0.5
     window: float = 5.0
     residence: float = 0.2
 
     def __post_init__(self) -> None:
-        if not (0 < self.footprint <= 1 and 0 < self.load <= 1):
-            raise ValueError(f"footprint={self.footprint}, load={self.load}: give shares, above 0 and at most 1")
+        if not all(0 < share <= 1 for share in (self.budget, self.footprint, self.load)):
+            raise ValueError(
+                f"budget={self.budget}, footprint={self.footprint}, load={self.load}: give shares, above 0 and at most 1"
+            )
         if not (self.window > 0 and self.residence > 0):
             raise ValueError(f"window={self.window}, residence={self.residence}: give seconds, above 0")
 
@@ -83,13 +88,13 @@ class Trigger:
     ) -> Reason:
         """ADMITTED, or why not. It is not counted yet: an admitted prefix may still find no room.
 
-        full_seconds: what the full pass takes. budget: what it may take: the SLO less the queue and whatever else there is.
+        full_seconds: what the full pass takes. budget: what is left for it: the SLO less the queue and whatever else there is.
         """
         if prefix_bytes > self.device_bytes:
             return Reason.TOO_LARGE
         if self.always:
             return Reason.ADMITTED
-        if full_seconds <= budget:
+        if full_seconds <= self.bounds.budget * budget:
             return Reason.FAST_ENOUGH
         if self.footprint(now, prefix_bytes) > self.bounds.footprint * self.device_bytes:
             return Reason.FOOTPRINT
