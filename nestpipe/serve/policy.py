@@ -142,6 +142,16 @@ class Instance:
         self._tell(now, self.cache.switch(model), actions)
         return self._next(now, actions)
 
+    @property
+    def waiting(self) -> int:
+        """Ranking requests that wait for a prefix under way."""
+        return len(self._waiting)
+
+    def expected(self, user: Hashable) -> Key | None:
+        """The prefix that is kept, or under way, for the ranking that the user's last signal announced."""
+        lease = self._leases.get(user)
+        return lease.key if lease else None
+
     def versions(self) -> set[str]:
         """Of all that may still be computed."""
         running = self.running.requests if isinstance(self.running, Rank) else []
