@@ -13,15 +13,14 @@ import asyncio
 import dataclasses
 import gc
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from nestpipe.bench.serving.environment import environment
 from nestpipe.bench.serving.histories import Asked, Histories
 from nestpipe.bench.serving.http import Client, Lost
 from nestpipe.serve.load import Load, Visit, visits
@@ -107,19 +106,14 @@ class Driven:
 def drive(order: Order) -> Driven:
     """Sends it from a process of its own, and waits for the end."""
     told = json.dumps(dataclasses.asdict(order)).encode()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_root()), os.environ.get("PYTHONPATH")]))}
     longest = 60 + 2 * (order.warm_up + order.seconds + order.patience)
     finished = subprocess.run(
-        [sys.executable, "-m", __name__], input=told, stdout=subprocess.PIPE, env=environment, timeout=longest, check=False
+        [sys.executable, "-m", __name__], input=told, stdout=subprocess.PIPE, env=environment(), timeout=longest, check=False
     )
     if finished.returncode:
         raise RuntimeError("the load generator failed; its own message stands above")
     values = json.loads(finished.stdout)
     return Driven([Answer(**answer) for answer in values["answers"]], values["signals"], values["connections"])
-
-
-def _root() -> Path:
-    return Path(__file__).parents[3]
 
 
 def shots(order: Order) -> list[Shot]:

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from nestpipe.bench.serving.driver import Driven
+from nestpipe.bench.serving.driver import Answer, Driven
+from nestpipe.serve.messages import Rejected
+from nestpipe.serve.requests import RELAYED
 
 KEPT = 0.99  # share of requests that must be answered within the SLO: a P99
+TURNED_AWAY = tuple(str(Rejected(why)) for why in Rejected.MESSAGES)
 LAG = 0.1  # of the SLO: above it, at P99, the generator was too late for its figures to be the server's
 
 
@@ -19,7 +22,7 @@ class Figures:
     """Of the requests that count.
 
     offered: requests per second, as they came. in_time: answered within the SLO. goodput: those, per second.
-    rejected: turned away by an overloaded server (429, 503). errors: no answer, or one that should not be.
+    rejected: turned away by an overloaded server. errors: no answer, or one that should not be.
     p50, p95, p99: latency of those that were answered, in ms. lag: P99 of how late the generator was, in ms.
     checked, wrong: answers compared with the full pass, and those that were not equal to it; worst: their largest relative difference.
     sources: of the answers. signals: what became of these. server: counters of the server, by which they rose.
@@ -59,8 +62,8 @@ class Figures:
     @property
     def relayed(self) -> float:
         """Share of answers that used a prefix."""
-        full = sum(count for source, count in self.sources.items() if source.startswith("full"))
-        return 1 - full / self.answered if self.answered else 0.0
+        relayed = sum(self.sources.get(source.name.lower(), 0) for source in RELAYED)
+        return relayed / self.answered if self.answered else 0.0
 
     @property
     def behind(self) -> bool:
@@ -75,7 +78,7 @@ def figures(driven: Driven, *, seconds: float, slo: float) -> Figures:
     """seconds: for which requests counted. slo: seconds."""
     well = [answer for answer in driven.answers if answer.status == 200]
     bad = [answer for answer in driven.answers if answer.status != 200]
-    rejected = sum(answer.status in (429, 503) for answer in bad)
+    rejected = sum(map(_turned_away, bad))
     in_time = sum(answer.latency <= slo for answer in well)
     p50, p95, p99 = 1e3 * np.quantile([answer.latency for answer in well], (0.5, 0.95, 0.99)) if well else [np.nan] * 3
     lags = [answer.lag for answer in driven.answers]
@@ -97,3 +100,7 @@ def figures(driven: Driven, *, seconds: float, slo: float) -> Figures:
         problems=dict(collections.Counter(f"{answer.status}: {answer.error}"[:120] for answer in bad)),
         connections=driven.connections,
     )
+
+
+def _turned_away(answer: Answer) -> bool:
+    return answer.status in (429, 503) and answer.error.startswith(TURNED_AWAY)
