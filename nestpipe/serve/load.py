@@ -20,9 +20,9 @@ import numpy as np
 class Load:
     """rate: ranking requests per second, of all users together.
     users: how many there are. popularity: the k-th most active comes in proportion to k ** -popularity.
-    session: requests per session, in the mean. pause: seconds between two of them, in the median; pause_spread: sigma of its log.
-    length: items of a history, in the median; length_spread: sigma of its log; shortest, longest: bounds, the latter the window.
-    growth: items that a history gains from one request of its user to the next, in the mean.
+    session: requests per session, in the mean. pause: seconds between two of them, in the median; pause_spread: sigma of
+    its log. length: items of a history, in the median; length_spread: sigma of its log; shortest, longest: bounds, the
+    latter the window. growth: items that a history gains from one request of its user to the next, in the mean.
     candidates: to rank, per request.
     retrieval, preprocessing: seconds, in the mean, between signal and ranking request; stage_spread: sigma of the log of each.
     """
@@ -95,7 +95,9 @@ def visits(load: Load, *, requests: int, seed: int = 0) -> Iterator[Visit]:
     total = lengths(load, seed)[users] + _sums_by(users, draw.poisson(load.growth, len(users)))
     history = np.maximum(0, -((load.longest - total) // load.forgotten))
     tokens = total - history * load.forgotten
-    late = np.minimum(draw.poisson(0.3 * load.growth, len(users)), tokens - 1)  # came in while candidates were retrieved
+    late = np.minimum(
+        draw.poisson(0.3 * load.growth, len(users)), tokens - 1
+    )  # came in while candidates were retrieved
     stages = sum(
         mean * np.exp(load.stage_spread * draw.standard_normal(len(users)) - load.stage_spread**2 / 2)
         for mean in (load.retrieval, load.preprocessing)

@@ -1,7 +1,8 @@
 """The sequence-aware trigger: which early signals are worth a prefix.
 
-A signal is admitted only if the full pass of that length would miss its budget, a share of the SLO, and if the prefixes that are then
-alive, and the time that is spent on them, stay within bounds. Each answer has a reason, and each reason a counter.
+A signal is admitted only if the full pass of that length would miss its budget, a share of the SLO, and if the prefixes
+that are then alive, and the time that is spent on them, stay within bounds. Each answer has a reason, and each reason a
+counter.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Rate:
 class Bounds:
     """What the trigger may spend.
 
-    budget: share of the time to the deadline that a full pass may take; one that takes more is late as soon as a few of its kind are
-        ahead of it. 1: only what would be late even alone gets a prefix.
+    budget: share of the time to the deadline that a full pass may take; one that takes more is late as soon as a few of
+        its kind are ahead of it. 1: only what would be late even alone gets a prefix.
     footprint: share of the device budget that prefixes may take that are computed and wait for their ranking.
     load: share of the instance's time that pre-inference may take.
     window: seconds over which rates are taken.
@@ -75,7 +76,8 @@ class Bounds:
 
 
 class Trigger:
-    """Decides on the signals of one instance. always: admits whatever there is room for (to see what the trigger is good for)."""
+    """Decides on the signals of one instance. always: admits whatever there is room for (to see what the trigger is good
+    for)."""
 
     def __init__(self, bounds: Bounds, *, device_bytes: int, always: bool = False) -> None:
         self.bounds, self.device_bytes, self.always = bounds, device_bytes, always

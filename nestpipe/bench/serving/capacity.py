@@ -1,7 +1,8 @@
 """The highest rate that is kept within the SLO, and what is beyond it.
 
-Rates are steps of one ladder, for all contestants the same, so that goodput can be drawn over them. A contestant climbs until two
-steps, more than twice the rate, above the last one that it keeps; then the place between that one and the next is halved.
+Rates are steps of one ladder, for all contestants the same, so that goodput can be drawn over them. A contestant climbs
+until two steps, more than twice the rate, above the last one that it keeps; then the place between that one and the next
+is halved.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nestpipe.bench.serving.figures import KEPT, Figures
-from nestpipe.bench.serving.lab import FULL, WAYS, Lab, Way
+from nestpipe.bench.serving.lab import FULL, Lab, Way
+from nestpipe.bench.serving.service import Service
 from nestpipe.sections import Curves, Section, Table, shown
 from nestpipe.serve.load import Load, lengths
 
@@ -20,8 +22,10 @@ STEP = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """halvings: of the last step. lowest, highest: steps of the ladder, from the rate that is expected of the full pass."""
+    """base: rate of step 0; what is expected of the full pass if left out. lowest, highest: steps. halvings: of the last
+    one."""
 
+    base: float | None = None
     halvings: int = 2
     lowest: int = -4
     highest: int = 7
@@ -75,32 +79,28 @@ def climb(measure: Callable[[float], Figures], base: float, ladder: Ladder) -> C
     return Climb(points)
 
 
-def measure(lab: Lab, ladder: Ladder, *, ways: Sequence[Way] = WAYS, load: Load | None = None) -> dict[str, Any]:
-    """Each contestant on a server of its own, one after another."""
-    law = load or lab.conditions.load
-    base = expected(lab, law)
-    climbs = {}
-    for way in ways:
-        with lab.serving(way) as service:
-            climbs[way.name] = climb(
-                lambda rate, way=way, service=service: lab.measure(service, way, dataclasses.replace(law, rate=rate)),  # type: ignore[misc]
-                base,
-                ladder,
-            )
+def measure(lab: Lab, service: Service, way: Way, ladder: Ladder, load: Load) -> dict[str, Any]:
+    """One contestant, on its server."""
+    found = climb(
+        lambda rate: lab.measure(service, way, dataclasses.replace(load, rate=rate)),
+        base_rate(lab, ladder, load),
+        ladder,
+    )
     return {
-        "slo": lab.slo,
-        "base": base,
-        "load": dataclasses.asdict(law),
-        "ways": {
-            name: {
-                "highest": found.highest,
-                "peak": found.peak,
-                "overload": found.overload,
-                "points": [{"rate": rate, **found.points[rate].to_json()} for rate in sorted(found.points)],
-            }
-            for name, found in climbs.items()
-        },
+        "highest": found.highest,
+        "peak": found.peak,
+        "overload": found.overload,
+        "points": [{"rate": rate, **found.points[rate].to_json()} for rate in sorted(found.points)],
     }
+
+
+def results(lab: Lab, ladder: Ladder, load: Load, ways: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of several contestants together, for `sections`."""
+    return {"slo": lab.slo, "base": base_rate(lab, ladder, load), "load": dataclasses.asdict(load), "ways": dict(ways)}
+
+
+def base_rate(lab: Lab, ladder: Ladder, load: Load) -> float:
+    return ladder.base or expected(lab, load)
 
 
 def expected(lab: Lab, load: Load) -> float:
@@ -122,7 +122,8 @@ def sections(results: Mapping[str, Any], *, title: str = "Highest rate within th
         title,
         COLUMNS,
         [_row(name, found, reference) for name, found in ways.items()],
-        f"{KEPT:.0%} of all requests answered within {1e3 * slo:.0f} ms from when they were due; those turned away count as late. "
+        f"{KEPT:.0%} of all requests answered within {1e3 * slo:.0f} ms from when they were due; those turned away "
+        f"count as late. "
         f"{in_words(results['load'])}",
     )
     rates = sorted({rate for found in ways.values() for rate in on_ladder(found, results["base"])})
@@ -144,7 +145,9 @@ def on_ladder(found: Mapping[str, Any], base: float) -> dict[float, Mapping[str,
 def _curves(
     title: str, axis: str, rates: Sequence[float], lines: Mapping[str, Mapping[float, Any]], figure: str, note: str
 ) -> Curves:
-    values = {name: [points[rate][figure] if rate in points else None for rate in rates] for name, points in lines.items()}
+    values = {
+        name: [points[rate][figure] if rate in points else None for rate in rates] for name, points in lines.items()
+    }
     return Curves(title, "offered, /s", axis, rates, values, note)  # type: ignore[arg-type]
 
 
@@ -167,8 +170,11 @@ def _row(name: str, found: Mapping[str, Any], reference: float) -> tuple[str, ..
 def in_words(load: Mapping[str, Any]) -> str:
     """The law, in a sentence or two."""
     return (
-        f"{load['users']:,} users, the k-th most active in proportion to k^-{load['popularity']:g}; sessions of {load['session']:g} "
-        f"requests in the mean, {load['pause']:g} s apart in the median; histories of {load['length']:,.0f} items in the median (sigma "
-        f"of the log {load['length_spread']:g}), up to {load['longest']:,}, {load['growth']:g} more at each visit; {load['candidates']} "
+        f"{load['users']:,} users, the k-th most active in proportion to k^-{load['popularity']:g}; sessions of "
+        f"{load['session']:g} "
+        f"requests in the mean, {load['pause']:g} s apart in the median; histories of {load['length']:,.0f} items in "
+        f"the median (sigma "
+        f"of the log {load['length_spread']:g}), up to {load['longest']:,}, {load['growth']:g} more at each visit; "
+        f"{load['candidates']} "
         f"candidates; {1e3 * (load['retrieval'] + load['preprocessing']):.0f} ms from signal to request in the mean."
     )

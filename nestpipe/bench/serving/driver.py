@@ -1,8 +1,9 @@
 """The load generator: sends the visits of a load to a server at their times, whatever the server does (open loop).
 
-Everything that is sent is made before the clock starts. A request never waits for the answer to another one, and its latency counts
-from the time it was due, not from when it was sent: a server that stands still is charged with all who came meanwhile. How late the
-generator itself was is told beside it (lag): where that is not small, the figures are its own and not the server's.
+Everything that is sent is made before the clock starts. A request never waits for the answer to another one, and its
+latency counts from the time it was due, not from when it was sent: a server that stands still is charged with all who
+came meanwhile. How late the generator itself was is told beside it (lag): where that is not small, the figures are its
+own and not the server's.
 
 Runs in a process of its own, without torch: `python -m nestpipe.bench.serving.driver < Order > answers`, both JSON.
 """
@@ -78,8 +79,8 @@ class Shot(NamedTuple):
 
 @dataclasses.dataclass
 class Answer:
-    """Of a ranking request. latency: seconds from when it was due; lag: from then until it was sent. seconds: as the server says.
-    status: of HTTP, or NO_ANSWER. scores: of some."""
+    """Of a ranking request. latency: seconds from when it was due; lag: from then until it was sent. seconds: as the
+    server says. status: of HTTP, or NO_ANSWER. scores: of some."""
 
     number: int
     due: float
@@ -108,7 +109,12 @@ def drive(order: Order) -> Driven:
     told = json.dumps(dataclasses.asdict(order)).encode()
     longest = 60 + 2 * (order.warm_up + order.seconds + order.patience)
     finished = subprocess.run(
-        [sys.executable, "-m", __name__], input=told, stdout=subprocess.PIPE, env=environment(), timeout=longest, check=False
+        [sys.executable, "-m", __name__],
+        input=told,
+        stdout=subprocess.PIPE,
+        env=environment(),
+        timeout=longest,
+        check=False,
     )
     if finished.returncode:
         raise RuntimeError("the load generator failed; its own message stands above")

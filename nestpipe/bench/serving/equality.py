@@ -29,7 +29,9 @@ def measure(lab: Lab, operations: int) -> dict[str, Any]:
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
-    kinds = ", ".join(f"{name} {count:,}" for name, count in sorted(results["happened"].items(), key=lambda item: -item[1]))
+    kinds = ", ".join(
+        f"{name} {count:,}" for name, count in sorted(results["happened"].items(), key=lambda item: -item[1])
+    )
     row = (
         shown("{:,}", results["checked"]),
         shown("{}", results["wrong"]),
@@ -40,7 +42,8 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
     )
     columns = ("answers checked", "wrong", "largest difference", "operations on the cache", "violations", "s")
     note = (
-        f"Answers of all measurements against the bundle's full pass, relative to the largest score of the request; wrong above {CLOSE:g}. "
+        f"Answers of all measurements against the bundle's full pass, relative to the largest score of the request; "
+        f"wrong above {CLOSE:g}. "
         f"Operations: {kinds}."
     )
     return [Table("Equal scores, and no violation", columns, [row], note)]

@@ -1,5 +1,5 @@
-"""Export of a large table: time against a plain copy of the same bytes, a delta against the rows that changed; predictions equal to
-the trainer's; and how long a new process takes to its first answer."""
+"""Export of a large table: time against a plain copy of the same bytes, a delta against the rows that changed;
+predictions equal to the trainer's; and how long a new process takes to its first answer."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def measure(size: Size) -> dict[str, Any]:
 
 
 def _train(size: Size, name: str) -> int:
-    """Checkpoints before and after some rows change, and what the trainer predicts then. (Rows are put into the store: training on each
-    of them would take hours.)"""
+    """Checkpoints before and after some rows change, and what the trainer predicts then. (Rows are put into the store:
+    training on each of them would take hours.)"""
     folder = Path(name)
     trainer = Trainer(
         Sum(),
@@ -190,8 +190,10 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
     columns = ("rows", "MB", "export s", "plain copy s", "over copy", "rows changed", "delta MB", "of the bundle", "delta s",
                "predictions that differ from the trainer's", "process start to first answer s")  # fmt: skip
     note = (
-        f"Rows of {DIM} floats. Export reads the checkpoint, writes rows and index, checks every byte of both and has them on the disk "
-        "(fsync); the copy is of the finished bundle, with fsync. The first answer is that of a new Python process: imports, bundle, "
+        f"Rows of {DIM} floats. Export reads the checkpoint, writes rows and index, checks every byte of both and has "
+        f"them on the disk "
+        "(fsync); the copy is of the finished bundle, with fsync. The first answer is that of a new Python process: "
+        "imports, bundle, "
         "one batch of 256 samples."
     )
     return [Table("Export of a large table", columns, [row], note)]

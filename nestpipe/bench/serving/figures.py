@@ -24,8 +24,9 @@ class Figures:
     offered: requests per second, as they came. in_time: answered within the SLO. goodput: those, per second.
     rejected: turned away by an overloaded server. errors: no answer, or one that should not be.
     p50, p95, p99: latency of those that were answered, in ms. lag: P99 of how late the generator was, in ms.
-    checked, wrong: answers compared with the full pass, and those that were not equal to it; worst: their largest relative difference.
-    sources: of the answers. signals: what became of these. server: counters of the server, by which they rose.
+    checked, wrong: answers compared with the full pass, and those that were not equal to it; worst: their largest
+    relative difference. sources: of the answers. signals: what became of these. server: counters of the server, by which
+    they rose.
     """
 
     offered: float

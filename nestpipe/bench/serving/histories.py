@@ -1,7 +1,7 @@
 """Which items the users of a load have had, and which candidates are ranked for them: all of it follows from a seed.
 
-A user's items are an endless list, drawn once for all by popularity (the k-th item about as often as 1 / k). A visit sees a window of
-it, which grows from visit to visit and sometimes forgets its beginning, as `serve.load` says.
+A user's items are an endless list, drawn once for all by popularity (the k-th item about as often as 1 / k). A visit
+sees a window of it, which grows from visit to visit and sometimes forgets its beginning, as `serve.load` says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ FIRST_SECOND, PER_ITEM = 1_600_000_000, 600  # of the times of items: about one 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a visit sends. known: how many of the items there are at the signal. times, now: seconds, if the model looks at them."""
+    """What a visit sends. known: how many of the items there are at the signal. times, now: seconds, if the model looks
+    at them."""
 
     user: str
     history: np.ndarray
@@ -31,7 +32,9 @@ class Asked:
 class Histories:
     """items: keys to draw from. times: whether items have them. name: of the users; others are other users to a server."""
 
-    def __init__(self, items: np.ndarray, load: Load, *, seed: int = 0, times: bool = False, name: str = "user") -> None:
+    def __init__(
+        self, items: np.ndarray, load: Load, *, seed: int = 0, times: bool = False, name: str = "user"
+    ) -> None:
         if not len(items):
             raise ValueError("there are no items to draw histories from: give the keys of the bundle's item table")
         self.items, self.load, self.seed, self.times, self.name = items, load, seed, times, name

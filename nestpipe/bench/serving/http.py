@@ -17,8 +17,8 @@ class Lost(Exception):
 
 
 class Client:
-    """Sends requests to one server, each on a connection of its own while it is under way. Idle connections are used again; a new one
-    is opened where there is none, so a request never waits for another one's answer."""
+    """Sends requests to one server, each on a connection of its own while it is under way. Idle connections are used
+    again; a new one is opened where there is none, so a request never waits for another one's answer."""
 
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(url)

@@ -17,7 +17,7 @@ import torch
 from nestpipe.bench.progress import tell
 from nestpipe.bench.serving.bundle import Ranker, item_keys, make_bundle
 from nestpipe.bench.serving.checking import CLOSE, differences
-from nestpipe.bench.serving.driver import Order, drive
+from nestpipe.bench.serving.driver import Driven, Order, drive
 from nestpipe.bench.serving.figures import Figures, figures
 from nestpipe.bench.serving.service import Service, rise, serving
 from nestpipe.serve import warming
@@ -27,7 +27,7 @@ from nestpipe.serve.load import Load
 from nestpipe.serve.messages import Ask
 from nestpipe.serve.scoring import Scorer
 
-COUNTED = ("nestpipe_cache", "nestpipe_signals", "nestpipe_answers", "nestpipe_busy", "nestpipe_stale", "nestpipe_expired")
+COUNTED = ("nestpipe_cache", "nestpipe_misses", "nestpipe_busy_seconds", "nestpipe_stale", "nestpipe_expired")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Conditions:
 
 
 class Lab:
-    """slo: seconds. costs: laws of this machine, as an instance learns them when it warms up. mean: seconds of a full pass over the
-    lengths of the load. checked, wrong, worst: over all points measured so far."""
+    """slo: seconds. costs: laws of this machine, as an instance learns them when it warms up. mean: seconds of a full
+    pass over the lengths of the load. checked, wrong, worst: over all points measured so far."""
 
     def __init__(self, conditions: Conditions, folder: Path) -> None:
         self.conditions, self.folder = conditions, folder
@@ -89,7 +89,10 @@ class Lab:
         warming.learn(self.costs, warming.measure(self.scorer))
         longest = self._full_pass(conditions.load.longest)
         self.slo = math.ceil(100 * conditions.slack * longest) / 100
-        tell(f"serving: a full pass of {conditions.load.longest:,} items takes {1e3 * longest:.0f} ms; SLO {1e3 * self.slo:.0f} ms")
+        tell(
+            f"serving: a full pass of {conditions.load.longest:,} items takes {1e3 * longest:.0f} ms; SLO "
+            f"{1e3 * self.slo:.0f} ms"
+        )
 
     def bundle(self) -> Bundle:
         return load_bundle(self.path)
@@ -99,7 +102,9 @@ class Lab:
         conditions = self.conditions
         flags = ["--slo-ms", f"{1e3 * self.slo:.0f}", "--threads", "1", "--device-memory", conditions.device_memory]
         flags += ["--host-memory", conditions.host_memory if way.host else "0"]
-        return flags + [f"--no-{technique}" for technique in ("relay", "affinity", "trigger") if not getattr(way, technique)]
+        return flags + [
+            f"--no-{technique}" for technique in ("relay", "affinity", "trigger") if not getattr(way, technique)
+        ]
 
     @contextlib.contextmanager
     def serving(self, way: Way) -> Iterator[Service]:
@@ -129,17 +134,24 @@ class Lab:
         order = self.order(service, load, signals=way.relay)
         before = service.counters()
         driven = drive(order)
+        server = rise(before, service.counters(), COUNTED)
+        found = self.judged(order, driven)
+        found.server = server
+        tell(
+            f"serving: {way.name}, {load.rate:.1f}/s: {found.kept:.1%} in time, P99 {found.p99:.0f} ms, goodput "
+            f"{found.goodput:.1f}/s, "
+            f"{found.relayed:.0%} relayed, generator late by {found.lag:.1f} ms, {found.wrong} of {found.checked} wrong"
+        )
+        return found
+
+    def judged(self, order: Order, driven: Driven) -> Figures:
+        """Figures, with the answers compared that were kept."""
         found = figures(driven, seconds=order.seconds, slo=self.slo)
-        found.server = rise(before, service.counters(), COUNTED)
         off = differences(order, driven, self.scorer)
         found.checked, found.wrong = len(off), sum(difference > CLOSE for difference in off)
         found.worst = max(off, default=0.0)
         self.checked, self.wrong = self.checked + found.checked, self.wrong + found.wrong
         self.worst = max(self.worst, found.worst)
-        tell(
-            f"serving: {way.name}, {load.rate:.1f}/s: {found.kept:.1%} in time, P99 {found.p99:.0f} ms, goodput {found.goodput:.1f}/s, "
-            f"{found.relayed:.0%} relayed, generator late by {found.lag:.1f} ms, {found.wrong} of {found.checked} wrong"
-        )
         return found
 
     def _full_pass(self, length: int, times: int = 3) -> float:

@@ -1,8 +1,9 @@
-"""Our generator against MLPerf's (`mlcommons-loadgen`), Server scenario: the same server, rate and kind of requests, other arrivals.
+"""Our generator against MLPerf's (`mlcommons-loadgen`), Server scenario: the same server, rate and kind of requests,
+other arrivals.
 
-MLPerf's generator draws queries by a Poisson process from a set of samples and measures from when each was scheduled. It knows no
-cascade (a signal, then its request) and no users who come back, so it cannot send the loads of the other parts; here both send
-full passes of users who come once, and their latencies are compared.
+MLPerf's generator draws queries by a Poisson process from a set of samples and measures from when each was scheduled. It
+knows no cascade (a signal, then its request) and no users who come back, so it cannot send the loads of the other parts;
+here both send full passes of users who come once, and their latencies are compared.
 
 Runs in a process of its own, as ours does: `python -m nestpipe.bench.serving.loadgen < Order > figures`.
 """
@@ -25,9 +26,9 @@ from typing import Any
 from nestpipe.bench.progress import tell
 from nestpipe.bench.serving.driver import Order, drive, shots
 from nestpipe.bench.serving.environment import environment
-from nestpipe.bench.serving.figures import figures
 from nestpipe.bench.serving.http import Client, Lost
-from nestpipe.bench.serving.lab import FULL, Lab
+from nestpipe.bench.serving.lab import Lab
+from nestpipe.bench.serving.service import Service
 from nestpipe.sections import Section, Table, shown
 from nestpipe.serve.load import Load
 
@@ -35,17 +36,16 @@ MODULE = "mlperf_loadgen"
 PERCENTILES = {"p50": "50.00", "p95": "95.00", "p99": "99.00"}
 
 
-def measure(lab: Lab, rate: float) -> dict[str, Any] | None:
-    """None where it is not installed."""
+def measure(lab: Lab, service: Service, rate: float) -> dict[str, Any] | None:
+    """On a server without relay. None where MLPerf's generator is not installed."""
     if importlib.util.find_spec(MODULE) is None:
         tell("serving: mlcommons-loadgen is not installed, so it is not compared with (pip install 'nestpipe[bench]')")
         return None
     tell(f"serving: MLPerf's load generator at {rate:.1f} requests/s")
     load = dataclasses.replace(lab.conditions.load, rate=rate, session=1.0)
-    with lab.serving(FULL) as service:
-        order = lab.order(service, load, signals=False)
-        ours = figures(drive(order), seconds=order.seconds, slo=lab.slo)
-        theirs = theirs_of(lab.order(service, load, signals=False), lab.slo)
+    order = lab.order(service, load, signals=False)
+    ours = lab.judged(order, drive(order))
+    theirs = theirs_of(lab.order(service, load, signals=False), lab.slo)
     return {"rate": rate, "slo": lab.slo, "ours": ours.to_json(), "mlperf": theirs}
 
 
@@ -54,7 +54,9 @@ def theirs_of(order: Order, slo: float) -> dict[str, Any]:
     told = json.dumps({"order": dataclasses.asdict(order), "slo": slo}).encode()
     longest = 120 + 4 * (order.warm_up + order.seconds)
     command = [sys.executable, "-m", "nestpipe.bench.serving.loadgen"]
-    finished = subprocess.run(command, input=told, stdout=subprocess.PIPE, env=environment(), timeout=longest, check=False)
+    finished = subprocess.run(
+        command, input=told, stdout=subprocess.PIPE, env=environment(), timeout=longest, check=False
+    )
     if finished.returncode:
         raise RuntimeError("MLPerf's load generator failed; its own message stands above")
     return dict(json.loads(finished.stdout.splitlines()[-1]))
@@ -124,16 +126,6 @@ def read_summary(text: str) -> dict[str, Any]:
     return found | {"rate": float(rate[1]) if rate else None, "valid": "Result is : VALID" in text}
 
 
-def main() -> None:
-    values = json.load(sys.stdin)
-    order = Order(**{**values["order"], "load": Load(**values["order"]["load"])})
-    print(json.dumps(_run(order, values["slo"])))
-
-
-if __name__ == "__main__":
-    main()
-
-
 # -- the result --------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +142,20 @@ def sections(results: Mapping[str, Any] | None) -> list[Section]:
         ),
     ]
     note = (
-        "Full passes of users who come once, without signals: what both generators can send. Arrivals are Poisson in both, but not the "
+        "Full passes of users who come once, without signals: what both generators can send. Arrivals are Poisson in "
+        "both, but not the "
         "same ones."
     )
-    return [Table("Two load generators, one server", ("generator", "offered /s", "P50 ms", "P95 ms", "P99 ms"), rows, note)]
+    return [
+        Table("Two load generators, one server", ("generator", "offered /s", "P50 ms", "P95 ms", "P99 ms"), rows, note)
+    ]
+
+
+def main() -> None:
+    values = json.load(sys.stdin)
+    order = Order(**{**values["order"], "load": Load(**values["order"]["load"])})
+    print(json.dumps(_run(order, values["slo"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from typing import Any
 
 from nestpipe.bench.serving.environment import environment
 from nestpipe.bench.serving.http import Client, Lost
+from nestpipe.process import end_with
 
 READY_WITHIN = 180.0  # seconds from its start
 STOPS_WITHIN = 30.0
@@ -51,10 +52,16 @@ def serving(bundle: Path, *flags: str, log: Path, instances: int = 2) -> Iterato
     port = free_port()
     command = [sys.executable, "-m", "nestpipe", "serve", str(bundle), "--instances", str(instances)]
     command += ["--port", str(port), *flags]
-    begin = time.perf_counter()
+    begin, parent = time.perf_counter(), os.getpid()
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(), start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment(),
+            start_new_session=True,
+            preexec_fn=lambda: end_with(parent),  # however this process ends; instances end with their server
         )
     try:
         url = f"http://127.0.0.1:{port}"

@@ -13,6 +13,7 @@ from nestpipe.sections import Curves, Section, Table, shown
 from nestpipe.serve.costs import Costs, Law
 from nestpipe.serve.fleet import Fleet, Report, simulate
 from nestpipe.serve.requests import Settings
+from nestpipe.serve.server import WAIT
 from nestpipe.sizes import num_bytes
 
 
@@ -42,7 +43,9 @@ def measure(lab: Lab, size: Size) -> dict[str, Any]:
         points: list[dict[str, Any]] = []
         for rate in rates:
             load = dataclasses.replace(
-                conditions.load, rate=rate * size.instances, users=conditions.load.users * size.instances // conditions.instances
+                conditions.load,
+                rate=rate * size.instances,
+                users=conditions.load.users * size.instances // conditions.instances,
             )
             points.append(_point(rate, simulate(fleet, load, requests=size.requests * size.instances)))
             if sum(not point["keeps"] for point in points) == 2:
@@ -62,7 +65,7 @@ def _settings(lab: Lab, way: Way) -> Settings:
     conditions = lab.conditions
     return Settings(
         slo=lab.slo,
-        wait=0.7 * lab.slo,
+        wait=WAIT * lab.slo,
         device_bytes=num_bytes(conditions.device_memory),
         host_bytes=num_bytes(conditions.host_memory) if way.host else 0,
         bytes_per_token=lab.scorer.bytes_per_token,
@@ -108,7 +111,8 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
         for name, found in ways.items()
     }
     note = (
-        f"Simulated: {count} instances, the code that decides in a server, costs as measured here, the same load for each instance. "
+        f"Simulated: {count} instances, the code that decides in a server, costs as measured here, the same load for "
+        f"each instance. "
         f"Steps of {STEP:g}x; {1e3 * results['slo']:.0f} ms at P99."
     )
     return [
