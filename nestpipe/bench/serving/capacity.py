@@ -48,9 +48,8 @@ class Climb:
 
     @property
     def overload(self) -> float | None:
-        """Goodput at twice the rate of its peak or a little more, over the peak."""
-        at = max(self.points, key=lambda rate: self.points[rate].goodput)
-        beyond = [rate for rate in self.points if rate >= 2 * at]
+        """Goodput at twice the highest rate that it keeps, or a little more, over its peak."""
+        beyond = [rate for rate in self.points if rate >= 2 * self.highest > 0]
         return self.points[min(beyond)].goodput / self.peak if beyond else None
 
 

@@ -1,4 +1,4 @@
-"""`nestpipe load`: sends load to a server, its own or one that runs already, and says how it went, as a page of `nestpipe report`."""
+"""`nestpipe load`: sends load to a server, its own or one that runs already, and tells how it did, also for `nestpipe report`."""
 
 from __future__ import annotations
 

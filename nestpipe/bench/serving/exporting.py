@@ -32,6 +32,7 @@ from nestpipe.trainer import Trainer
 
 DIM = 64
 BLOCK = 1 << 16
+BAG = 10  # keys of a sample
 FIRST_ANSWER = """
 import sys, numpy, torch, nestpipe
 from nestpipe.bench.serving.exporting import Sum, batch_of
@@ -82,17 +83,24 @@ class Seen:
 
 def batch_of(seed: int, samples: int = 256, keys: int = 10_000) -> Batch:
     draw = torch.Generator().manual_seed(seed)
-    found = torch.randint(0, keys, (samples * 10,), generator=draw)
-    return Batch({"keys": Jagged.from_lengths(found, torch.full((samples,), 10))}, {}, torch.ones(samples))
+    return _bags(torch.randint(0, keys, (samples * BAG,), generator=draw))
+
+
+def _bags(keys: Tensor) -> Batch:
+    """Samples of so many keys, the last one of those that are left."""
+    samples = -(-len(keys) // BAG)
+    lengths = torch.full((samples,), BAG)
+    lengths[-1] = len(keys) - BAG * (samples - 1)
+    return Batch({"keys": Jagged.from_lengths(keys, lengths)}, {}, torch.ones(samples))
 
 
 def measure(size: Size) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="nestpipe-bench-", dir=".") as name:
         folder = Path(name)
         tell(f"serving: export of {size.rows:,} rows")
-        different = run_workers(_train, size, name, workers=1, threads=2, timeout=600)
-        full, full_seconds = _exported(folder / "first", folder / "bundle")
-        delta, delta_seconds = _exported(folder / "second", folder / "delta", since=folder / "bundle")
+        run_workers(train, size, name, workers=1, threads=2, timeout=600)
+        full, full_seconds = exported(folder / "first", folder / "bundle")
+        delta, delta_seconds = exported(folder / "second", folder / "delta", since=folder / "bundle")
         copied = _copy_seconds(folder / "bundle", folder / "copy")
         tell("serving: process start to first answer")
         return {
@@ -104,12 +112,12 @@ def measure(size: Size) -> dict[str, Any]:
             "delta_bytes": delta,
             "delta_seconds": delta_seconds,
             "predictions": 4 * 256,
-            "different": different + _different(folder),
+            "different": different(folder),
             "first_answer_seconds": _first_answer(folder / "delta"),
         }
 
 
-def _train(size: Size, name: str) -> int:
+def train(size: Size, name: str) -> None:
     """Checkpoints before and after some rows change, and what the trainer predicts then. (Rows are put into the store:
     training on each of them would take hours.)"""
     folder = Path(name)
@@ -124,22 +132,18 @@ def _train(size: Size, name: str) -> int:
     draw = np.random.default_rng(0)
     for start in range(0, size.rows, BLOCK):
         keys = np.arange(start, min(start + BLOCK, size.rows))
-        store.put(keys, draw.standard_normal((len(keys), store.record_words), np.float32))
-    trainer.fit([batch_of(1)])
+        store.put(keys, draw.random((len(keys), store.record_words), np.float32))
     trainer.save(folder / "first")
-    changed = draw.choice(size.rows, int(size.changed * size.rows), replace=False)
-    for keys in np.array_split(changed, -(-len(changed) // BLOCK)):
-        store.put(keys, draw.standard_normal((len(keys), store.record_words), np.float32))
-    trainer.fit([batch_of(2)])
+    changed = torch.from_numpy(draw.choice(size.rows, int(size.changed * size.rows), replace=False))
+    trainer.fit([_bags(keys) for keys in changed.split(BLOCK)])
     seen = Seen()
     trainer.evaluate([batch_of(seed) for seed in range(4)], {"seen": seen})
     np.save(folder / "predictions.npy", torch.cat(seen.predictions).numpy())
     trainer.save(folder / "second")
     trainer.close()
-    return 0
 
 
-def _exported(source: Path, out: Path, *, since: Path | None = None) -> tuple[int, float]:
+def exported(source: Path, out: Path, *, since: Path | None = None) -> tuple[int, float]:
     """Bytes and seconds."""
     begin = time.perf_counter()
     made = export_bundle(source, out, since=since)
@@ -156,7 +160,7 @@ def _copy_seconds(source: Path, out: Path) -> float:
     return time.perf_counter() - begin
 
 
-def _different(folder: Path) -> int:
+def different(folder: Path) -> int:
     """Predictions of the delta that are not those of the trainer, to the bit."""
     bundle = load_bundle(folder / "delta", model=Sum())
     ours = np.concatenate([bundle.predict(batch_of(seed)).numpy() for seed in range(4)])
