@@ -119,19 +119,23 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder of `nestpipe export`")
     serve.add_argument("--instances", type=_positive, default=1, metavar="N", help="processes that rank (default: 1)")
     serve.add_argument("--threads", type=_positive, default=1, metavar="N", help="of each instance (default: 1)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
     serve.add_argument("--port", type=_not_negative, default=8000, help="0: any free one (default: 8000)")
     serve.add_argument("--slo-ms", type=float, default=100.0, metavar="MS",
-                       help="a ranking is to be answered within; what is computed ahead follows from it (default: 100)")  # fmt: skip
+                       help="a ranking is to be answered within; it says what is computed ahead (default: 100)")  # fmt: skip
     serve.add_argument("--device-memory", type=_bytes, default="1GB", metavar="SIZE",
                        help="for users' prefixes, in each instance (default: 1GB)")  # fmt: skip
     serve.add_argument("--host-memory", type=_bytes, default="4GB", metavar="SIZE",
                        help="behind it, for users who come back, in each instance; 0: none (default: 4GB)")  # fmt: skip
     serve.add_argument("--no-relay", action="store_true", help="full passes only; signals are of no use then")
+    serve.add_argument("--reuse", action="store_true",
+                       help="prefixes also for users whose full pass is fast enough, where that saves time")  # fmt: skip
     serve.add_argument("--no-trigger", action="store_true", help="a prefix for every signal that there is room for")
     serve.add_argument("--no-affinity", action="store_true", help="requests go to any instance, not to their user's")
     serve.add_argument("--prefix-dtype", choices=["float32", "float16", "bfloat16"], default="float32",
-                       help="in which prefixes are kept: half the bytes, scores rounded accordingly (default: float32)")  # fmt: skip
+                       help="in which prefixes are kept; half the bytes, rounded scores (default: float32)")  # fmt: skip
     serve.add_argument("--allow-updates", action="store_true",
                        help="POST /v1/update changes to a delta or bundle that lies beside BUNDLE")  # fmt: skip
     serve.add_argument("--max-request", type=_bytes, default="4MB", metavar="SIZE", help="default: 4MB")
@@ -381,7 +385,12 @@ def _export(arguments: argparse.Namespace) -> int:
             raise ValueError("--table is for --format parquet or npy; a bundle has all tables")
         check_writable(folder=arguments.out)
         started = time.perf_counter()
-        made = export_bundle(arguments.source, arguments.out, since=arguments.since, dtype=arguments.dtype)
+        try:
+            made = export_bundle(arguments.source, arguments.out, since=arguments.since, dtype=arguments.dtype)
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename or arguments.out}: {error.strerror or error}; nothing was written"
+            ) from error
         what = "all rows" if made.base is None else f"changes since {made.base.name} (version {made.base.version})"
         print(
             f"{arguments.out}: version {made.version}, step {made.step}, {what}, {made.num_bytes / 1e6:,.1f} MB in "
@@ -393,11 +402,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
-        from nestpipe.serve.server import CannotServe, Limits, Serving, serve
+        from nestpipe.serve.api import Limits
+        from nestpipe.serve.server import CannotServe, Serving, serve
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("nestpipe"):
             raise
-        print(f"nestpipe: error: serving needs {error.name}: pip install 'nestpipe[serve]'", file=sys.stderr, flush=True)
+        print(
+            f"nestpipe: error: serving needs {error.name}: pip install 'nestpipe[serve]'", file=sys.stderr, flush=True
+        )
         return 1
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
@@ -415,6 +427,7 @@ def _serve(arguments: argparse.Namespace) -> int:
                 threads=arguments.threads,
                 relay=not arguments.no_relay,
                 trigger=not arguments.no_trigger,
+                reuse=arguments.reuse,
                 affinity=not arguments.no_affinity,
                 prefix_dtype=arguments.prefix_dtype,
                 allow_updates=arguments.allow_updates,

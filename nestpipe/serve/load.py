@@ -103,8 +103,9 @@ def visits(load: Load, *, requests: int, seed: int = 0) -> Iterator[Visit]:
         for mean in (load.retrieval, load.preprocessing)
     )
     columns = (users, times, times + stages, history, tokens - late, tokens)
-    for number, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        yield Visit(number, *row, load.candidates)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for number, (user, signal, request, version, known, items) in enumerate(rows):
+        yield Visit(number, user, signal, request, version, known, items, load.candidates)
 
 
 def _session_times(load: Load, requests: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,8 @@
 """`nestpipe serve`: one front process that speaks HTTP, and N instances in processes of their own that map the same bundle.
 
-HTTP and JSON by uvicorn: what this field's Python services speak, with curl for a client and every load balancer for a neighbour; gRPC
-would need stubs on both sides for the same arrays. The front process never computes and has no torch; requests go to instances over
-sockets without a name.
+HTTP and JSON by uvicorn: what this field's Python services speak, with curl for a client and every load balancer for a
+neighbour; gRPC would need stubs on both sides for the same arrays. The front process never computes and has no torch; requests
+go to instances over sockets without a name.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ WAIT = 0.7
 class Serving:
     """What is served, where and how. device_memory, host_memory: bytes for prefixes, in each instance. threads: of each.
     relay, trigger, affinity: False switches one off: no prefixes; prefixes for all signals; requests to any instance.
+    reuse: prefixes also for users whose full pass is fast enough, where they save more time than they take.
     drain: seconds that requests in flight are given at the end. port 0: any that is free."""
 
     bundle: Path
@@ -48,6 +49,7 @@ class Serving:
     threads: int = 1
     relay: bool = True
     trigger: bool = True
+    reuse: bool = False
     affinity: bool = True
     prefix_dtype: str = "float32"
     allow_updates: bool = False
@@ -82,14 +84,15 @@ class CannotServe(Exception):
 
 
 def serve(serving: Serving) -> None:
-    """Serves until SIGTERM or SIGINT, then answers what is in flight and returns. ValueError for what cannot be served, CannotServe if
-    all instances were lost for good."""
+    """Serves until SIGTERM or SIGINT, then answers what is in flight and returns. ValueError for what cannot be served,
+    CannotServe if all instances were lost for good."""
     if not serving.bundle.is_dir():
         raise ValueError(f"{serving.bundle} is no folder; give a bundle, as `nestpipe export RUN BUNDLE` writes it")
     options = {
         "kind": "start",
         "bundle": str(serving.bundle.resolve()),
         "settings": serving.settings,
+        "reuse": serving.reuse,
         "prefix_dtype": serving.prefix_dtype,
         "threads": serving.threads,
     }
@@ -114,6 +117,7 @@ async def _serve(serving: Serving, options: dict[str, Any], bound: socket.socket
     about = {
         "relay": serving.relay,
         "trigger": serving.trigger,
+        "reuse": serving.reuse,
         "affinity": serving.affinity,
         "slo_ms": 1000 * serving.slo,
         "device_memory": serving.device_memory,
@@ -177,7 +181,8 @@ async def _say(serving: Serving, supervisor: Supervisor, bound: socket.socket) -
     print(f"listening on http://{at} (process {os.getpid()}); instances warm up", flush=True)
     if not ipaddress.ip_address(host).is_loopback:
         print(
-            f"warning: {at} is open to the network; there is no authentication and no encryption here: put a proxy before it"
+            f"warning: {at} is open to the network, without authentication or encryption: put a proxy before it",
+            flush=True,
         )
     while not all(member.state in ("ready", "given up") for member in supervisor.members.values()):
         await asyncio.sleep(0.05)
