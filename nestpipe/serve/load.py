@@ -20,9 +20,9 @@ import numpy as np
 class Load:
     """rate: ranking requests per second, of all users together.
     users: how many there are. popularity: the k-th most active comes in proportion to k ** -popularity.
-    session: requests per session, in the mean. pause: seconds between two of them, in the median; pause_spread: sigma of
-    its log. length: items of a history, in the median; length_spread: sigma of its log; shortest, longest: bounds, the
-    latter the window. growth: items that a history gains from one request of its user to the next, in the mean.
+    session: requests per session, in the mean. pause: seconds between two of them, in the median; pause_spread: sigma of its log.
+    length: items of a history, in the median; length_spread: sigma of its log; shortest, longest: bounds, the latter the window.
+    growth: items that a history gains from one request of its user to the next, in the mean.
     candidates: to rank, per request.
     retrieval, preprocessing: seconds, in the mean, between signal and ranking request; stage_spread: sigma of the log of each.
     """

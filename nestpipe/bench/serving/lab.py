@@ -102,6 +102,7 @@ class Lab:
         conditions = self.conditions
         flags = ["--slo-ms", f"{1e3 * self.slo:.0f}", "--threads", "1", "--device-memory", conditions.device_memory]
         flags += ["--host-memory", conditions.host_memory if way.host else "0"]
+        flags += ["--reuse"] if way.relay else []
         return flags + [
             f"--no-{technique}" for technique in ("relay", "affinity", "trigger") if not getattr(way, technique)
         ]

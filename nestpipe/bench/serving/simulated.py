@@ -14,6 +14,7 @@ from nestpipe.serve.costs import Costs, Law
 from nestpipe.serve.fleet import Fleet, Report, simulate
 from nestpipe.serve.requests import Settings
 from nestpipe.serve.server import WAIT
+from nestpipe.serve.trigger import Bounds
 from nestpipe.sizes import num_bytes
 
 
@@ -71,6 +72,7 @@ def _settings(lab: Lab, way: Way) -> Settings:
         bytes_per_token=lab.scorer.bytes_per_token,
         relay=way.relay,
         trigger=way.trigger,
+        bounds=Bounds(reuse=True),
     )
 
 
