@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from nestpipe.bench.serving.driver import Answer, Driven
-from nestpipe.serve.messages import Rejected
+from nestpipe.serve.messages import REJECTIONS, Rejected
 from nestpipe.serve.requests import RELAYED
 
 KEPT = 0.99  # share of requests that must be answered within the SLO: a P99
-TURNED_AWAY = tuple(str(Rejected(why)) for why in Rejected.MESSAGES)
+TURNED_AWAY = tuple(str(Rejected(why)) for why in REJECTIONS)
 LAG = 0.1  # of the SLO: above it, at P99, the generator was too late for its figures to be the server's
 
 

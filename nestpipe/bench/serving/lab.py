@@ -64,8 +64,8 @@ class Conditions:
         candidates=100, retrieval=0.06, preprocessing=0.04,
     )  # fmt: skip
     instances: int = 2
-    slack: float = 1.5
-    device_memory: str = "32MB"
+    slack: float = 1.3
+    device_memory: str = "64MB"
     host_memory: str = "512MB"
     warm_up: float = 6.0
     seconds: float = 12.0
