@@ -3,13 +3,21 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test docs grid kill failures lint clean
+.PHONY: demo serve-demo test docs grid kill failures lint clean
 .DEFAULT_GOAL := demo
 
 demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: .venv/ready
 	$(BIN)/nestpipe train examples/demo.toml --workers 2 --trace --out $(RUN)
 	@$(BIN)/nestpipe report $(RUN)
+
+# From training to a service under load, and its page: about two minutes.
+serve-demo: RUN := runs/serve-demo-$(shell date +%Y%m%d-%H%M%S)
+serve-demo: .venv/ready
+	$(BIN)/nestpipe train examples/hstu_ranker.toml --workers 2 --set train.steps=100 --out $(RUN)
+	$(BIN)/nestpipe export $(RUN) $(RUN)/bundle
+	$(BIN)/nestpipe load $(RUN)/bundle --instances 2 --rate 40 --seconds 20 --json $(RUN)/load.json
+	@$(BIN)/nestpipe report $(RUN)/load.json
 
 # Four processes, also on two cores: tests mostly wait. CI=1: hypothesis tries the same examples every time; without it (pytest by
 # hand) it looks for new ones.

@@ -1,4 +1,4 @@
-"""nestpipe train | evaluate | checkpoint | export | bundle | serve | trace | bench | report | profile | simulate | plan"""
+"""nestpipe train | evaluate | checkpoint | export | bundle | serve | load | trace | bench | report | profile | simulate | plan"""
 
 # Each command imports what it needs when it runs: torch takes seconds, and help, mistakes and a look at a run need none of it.
 
@@ -20,7 +20,7 @@ from nestpipe import __version__
 from nestpipe.importing import nothing_collected
 
 SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
-          "simulator", "checkpoint", "two_d", "sequences")  # fmt: skip
+          "simulator", "checkpoint", "two_d", "sequences", "serving")  # fmt: skip
 STOPPED = 128 + 15  # as a shell tells of a program that SIGTERM has ended
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 
@@ -144,6 +144,18 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--drain", type=float, default=10.0, metavar="SECONDS",
                        help="that requests in flight are given when it is stopped (default: 10)")  # fmt: skip
     serve.set_defaults(command=_serve)
+
+    load = commands.add_parser("load", help="send load to a server, and see how it does")
+    load.add_argument("bundle", type=Path, metavar="BUNDLE", help="that is served: its items are sent, its scores compared")
+    load.add_argument("--url", help="of a server that runs (default: one is started, and stopped at the end)")
+    load.add_argument("--instances", type=_positive, default=2, metavar="N", help="of a server that is started (default: 2)")
+    load.add_argument("--rate", type=float, default=20.0, help="ranking requests per second (default: 20)")
+    load.add_argument("--seconds", type=float, default=20.0, help="that count (default: 20)")
+    load.add_argument("--warm-up", type=float, default=5.0, metavar="SECONDS", help="before them (default: 5)")
+    load.add_argument("--slo-ms", type=float, metavar="MS", help="in time is within (default: as the server says)")
+    load.add_argument("--seed", type=int, default=0, help="of users, histories and times")
+    load.add_argument("--json", type=Path, metavar="FILE", help="figures and charts, for `nestpipe report`")
+    load.set_defaults(command=_load)
 
     bench = commands.add_parser("bench", help="side-by-side measurements")
     bench.add_argument("suites", nargs="+", choices=["all", *SUITES], metavar="SUITE",
@@ -462,6 +474,33 @@ def _bundle(arguments: argparse.Namespace) -> int:
             print("\n".join(flaws) or f"{arguments.path}: sound")
 
     return _guard(work, 0) or int(bool(flaws))
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    with _importing(arguments):
+        from nestpipe.bench.serving import command
+        from nestpipe.files import check_writable, write_json
+        from nestpipe.sections import from_json, markdown
+
+    def work() -> None:
+        check_writable(arguments.json)
+        sent = command.Sent(
+            bundle=arguments.bundle,
+            rate=arguments.rate,
+            seconds=arguments.seconds,
+            warm_up=arguments.warm_up,
+            url=arguments.url,
+            instances=arguments.instances,
+            slo=None if arguments.slo_ms is None else arguments.slo_ms / 1e3,
+            seed=arguments.seed,
+        )
+        document = command.load(sent, sys.argv[2:])
+        print(markdown(from_json(document["sections"])))
+        if arguments.json is not None:
+            write_json(arguments.json, document)
+            print(f"\nas a page: nestpipe report {arguments.json}")
+
+    return _guard(work, 0)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

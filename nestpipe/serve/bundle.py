@@ -95,6 +95,10 @@ class Bundle:
         """How many keys of a table have a row of their own."""
         return len(self._of(table))
 
+    def keys(self, table: str) -> np.ndarray:
+        """The keys of a table that have a row of their own, in no order."""
+        return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in self._of(table).blocks())])
+
     def recommend(
         self,
         batch: Batch,

@@ -48,13 +48,17 @@ class Load:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not 0 <= value < math.inf or (field.name in positive and value == 0):
-                raise ValueError(
-                    f"{field.name}={value}: give a number {'above zero' if field.name in positive else 'of zero or more'}"
-                )
+                least = "above zero" if field.name in positive else "of zero or more"
+                raise ValueError(f"{field.name}={value}: give a number {least}")
         if self.session < 1:
             raise ValueError(f"session={self.session}: a session has one request or more")
         if self.shortest > self.longest:
             raise ValueError(f"shortest={self.shortest} is above longest={self.longest}")
+
+    @property
+    def forgotten(self) -> int:
+        """Items that go together when a history has outgrown its window."""
+        return max(1, self.longest // 4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,9 +93,8 @@ def visits(load: Load, *, requests: int, seed: int = 0) -> Iterator[Visit]:
     order = order[times[order] >= 0][:requests]
     times, users = times[order], users[order]
     total = lengths(load, seed)[users] + _sums_by(users, draw.poisson(load.growth, len(users)))
-    forget = max(1, load.longest // 4)
-    history = np.maximum(0, -((load.longest - total) // forget))
-    tokens = total - history * forget
+    history = np.maximum(0, -((load.longest - total) // load.forgotten))
+    tokens = total - history * load.forgotten
     late = np.minimum(
         draw.poisson(0.3 * load.growth, len(users)), tokens - 1
     )  # came in while candidates were retrieved

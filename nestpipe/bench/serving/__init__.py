@@ -1,0 +1,1 @@
+"""`nestpipe bench serving` and `nestpipe load`: a server under load, on this machine."""
