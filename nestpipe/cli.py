@@ -1,4 +1,4 @@
-"""nestpipe train | evaluate | checkpoint | export | bundle | trace | bench | report | profile | simulate | plan"""
+"""nestpipe train | evaluate | checkpoint | export | bundle | serve | trace | bench | report | profile | simulate | plan"""
 
 # Each command imports what it needs when it runs: torch takes seconds, and help, mistakes and a look at a run need none of it.
 
@@ -115,6 +115,32 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument("path", type=Path, metavar="BUNDLE")
         action.set_defaults(command=_bundle, action=name)
 
+    serve = commands.add_parser("serve", help="rank candidates over HTTP with the model of a bundle")
+    serve.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder of `nestpipe export`")
+    serve.add_argument("--instances", type=_positive, default=1, metavar="N", help="processes that rank (default: 1)")
+    serve.add_argument("--threads", type=_positive, default=1, metavar="N", help="of each instance (default: 1)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    serve.add_argument("--port", type=_not_negative, default=8000, help="0: any free one (default: 8000)")
+    serve.add_argument("--slo-ms", type=float, default=100.0, metavar="MS",
+                       help="a ranking is to be answered within; what is computed ahead follows from it (default: 100)")  # fmt: skip
+    serve.add_argument("--device-memory", type=_bytes, default="1GB", metavar="SIZE",
+                       help="for users' prefixes, in each instance (default: 1GB)")  # fmt: skip
+    serve.add_argument("--host-memory", type=_bytes, default="4GB", metavar="SIZE",
+                       help="behind it, for users who come back, in each instance; 0: none (default: 4GB)")  # fmt: skip
+    serve.add_argument("--no-relay", action="store_true", help="full passes only; signals are of no use then")
+    serve.add_argument("--no-trigger", action="store_true", help="a prefix for every signal that there is room for")
+    serve.add_argument("--no-affinity", action="store_true", help="requests go to any instance, not to their user's")
+    serve.add_argument("--prefix-dtype", choices=["float32", "float16", "bfloat16"], default="float32",
+                       help="in which prefixes are kept: half the bytes, scores rounded accordingly (default: float32)")  # fmt: skip
+    serve.add_argument("--allow-updates", action="store_true",
+                       help="POST /v1/update changes to a delta or bundle that lies beside BUNDLE")  # fmt: skip
+    serve.add_argument("--max-request", type=_bytes, default="4MB", metavar="SIZE", help="default: 4MB")
+    serve.add_argument("--max-history", type=_positive, default=16_384, metavar="N", help="items (default: 16384)")
+    serve.add_argument("--max-candidates", type=_positive, default=4_096, metavar="N", help="items (default: 4096)")
+    serve.add_argument("--drain", type=float, default=10.0, metavar="SECONDS",
+                       help="that requests in flight are given when it is stopped (default: 10)")  # fmt: skip
+    serve.set_defaults(command=_serve)
+
     bench = commands.add_parser("bench", help="side-by-side measurements")
     bench.add_argument("suites", nargs="+", choices=["all", *SUITES], metavar="SUITE",
                        help=f"one or more of {', '.join(SUITES)}; all: the first six")  # fmt: skip
@@ -198,6 +224,15 @@ def _not_negative(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
     return number
+
+
+def _bytes(text: str) -> int:
+    from nestpipe.sizes import num_bytes
+
+    try:
+        return num_bytes(text, least=0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _counts(text: str) -> list[int]:
@@ -342,6 +377,45 @@ def _export(arguments: argparse.Namespace) -> int:
         )
 
     return _guard(work, 0)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        from nestpipe.serve.server import CannotServe, Limits, Serving, serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("nestpipe"):
+            raise
+        print(f"nestpipe: error: serving needs {error.name}: pip install 'nestpipe[serve]'", file=sys.stderr, flush=True)
+        return 1
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    def work() -> None:
+        limits = Limits(arguments.max_request, arguments.max_history, arguments.max_candidates)
+        serve(
+            Serving(
+                bundle=arguments.bundle,
+                instances=arguments.instances,
+                host=arguments.host,
+                port=arguments.port,
+                slo=arguments.slo_ms / 1000,
+                device_memory=arguments.device_memory,
+                host_memory=arguments.host_memory,
+                threads=arguments.threads,
+                relay=not arguments.no_relay,
+                trigger=not arguments.no_trigger,
+                affinity=not arguments.no_affinity,
+                prefix_dtype=arguments.prefix_dtype,
+                allow_updates=arguments.allow_updates,
+                drain=arguments.drain,
+                limits=limits,
+            )
+        )
+
+    try:
+        return _guard(work, 0)
+    except CannotServe as error:
+        print(f"nestpipe: error: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def _export_rows(arguments: argparse.Namespace) -> int:

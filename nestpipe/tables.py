@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 
 import torch
 
 from nestpipe.errors import did_you_mean
 from nestpipe.optim import RowOptimizer, RowwiseAdagrad
+from nestpipe.sizes import num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +82,6 @@ class Eviction:
 
 TIERS = ("memory", "disk")
 DEFAULT_MEMORY = "1GB"
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-
-
-def num_bytes(size: int | str) -> int:
-    """A number of bytes as it is, or from text such as "2GB" (10^9) or "1.5 GiB" (2^30)."""
-    problem = f"must be a number of bytes of at least 1, or text such as '2GB' or '512MiB', got {size!r}"
-    value: float
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
-        if match is None or match[2].upper() not in UNITS:
-            raise ValueError(problem)
-        value = round(float(match[1]) * UNITS[match[2].upper()])
-    else:
-        value = size
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != int(value) or value < 1:
-        raise ValueError(problem)
-    return int(value)
-
-
 POOLINGS = (None, "sum", "mean")
 POOLED_AT = ("auto", "source", "owner")
 SYNCS = ("exact", "average")

@@ -33,8 +33,9 @@ import torch
 
 from nestpipe.bench.reading import _own_seconds
 from nestpipe.optim import RowwiseAdagrad
+from nestpipe.sizes import num_bytes
 from nestpipe.store.disk import DiskStore
-from nestpipe.tables import Table, num_bytes
+from nestpipe.tables import Table
 
 DIM = 64
 WORDS = DIM + 1  # values and the sum of squares

@@ -34,7 +34,8 @@ from nestpipe.bench.progress import tell
 from nestpipe.bench.workers import run_workers
 from nestpipe.optim import RowwiseAdagrad
 from nestpipe.sections import Section, shown, shown_list
-from nestpipe.tables import Feature, Table, Uniform, num_bytes
+from nestpipe.sizes import num_bytes
+from nestpipe.tables import Feature, Table, Uniform
 from nestpipe.trainer import Trainer
 
 HERE = Path(__file__).parent

@@ -21,7 +21,8 @@ from nestpipe.report.sources import Run
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.ops import BWD, FWD, H2D, PREFETCH, RETRIEVE, ROUTE, SYNC, UPDATE, WRITEBACK
 from nestpipe.schedule.setting import Setting
-from nestpipe.tables import DEFAULT_MEMORY, num_bytes
+from nestpipe.sizes import num_bytes
+from nestpipe.tables import DEFAULT_MEMORY
 from nestpipe.trace.ranks import COLLECTIVES
 
 WORTH = 0.05  # of a step: less is lost in the noise from run to run, and in what the estimate leaves out

@@ -58,6 +58,7 @@ class Router:
         self._total_load = self._total_weight = 0.0
         self._first: dict[Hashable, list[Member]] = {}
         self._signals: collections.OrderedDict[Hashable, tuple[str, float]] = collections.OrderedDict()
+        self._changed()
         for name in instances:
             self.join(name)
 

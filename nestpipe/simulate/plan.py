@@ -14,7 +14,8 @@ from nestpipe.simulate.costs import Costs
 from nestpipe.simulate.profile import Profile
 from nestpipe.simulate.sweep import Prediction, predict
 from nestpipe.simulate.workload import Workload
-from nestpipe.tables import DEFAULT_MEMORY, num_bytes
+from nestpipe.sizes import num_bytes
+from nestpipe.tables import DEFAULT_MEMORY
 
 INDEX = 26  # bytes a key, while the index doubles (docs/storage.md)
 DENSE_COPIES = 4  # parameters, gradients, and two of Adam

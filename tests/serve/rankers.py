@@ -13,7 +13,14 @@ from nestpipe.kinds import arguments, made, model_class
 from nestpipe.serve.messages import Ask, Signal
 
 ITEMS, LENGTH = 500, 256
-RECIPE = {"kind": "hstu_ranker", "dim": 16, "num_layers": 2, "num_heads": 2, "max_length": LENGTH, "num_time_buckets": 16}
+RECIPE = {
+    "kind": "hstu_ranker",
+    "dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_length": LENGTH,
+    "num_time_buckets": 16,
+}
 
 
 def export_two(folder: Path, recipe: dict[str, object] = RECIPE) -> list[Path]:
@@ -44,7 +51,8 @@ def _batch(seed: int) -> Batch:
     histories = [torch.from_numpy(ask.history) for ask in asks]
     lengths = torch.tensor([len(part) for part in histories])
     candidates = Jagged.from_lengths(
-        torch.cat([torch.from_numpy(ask.candidates) for ask in asks]), torch.tensor([len(ask.candidates) for ask in asks])
+        torch.cat([torch.from_numpy(ask.candidates) for ask in asks]),
+        torch.tensor([len(ask.candidates) for ask in asks]),
     )
     times = Jagged.from_lengths(torch.cat([torch.from_numpy(ask.times) for ask in asks]), lengths)
     now = torch.tensor([int(ask.now or 0) for ask in asks])
