@@ -119,10 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder of `nestpipe export`")
     serve.add_argument("--instances", type=_positive, default=1, metavar="N", help="processes that rank (default: 1)")
     serve.add_argument("--threads", type=_positive, default=1, metavar="N", help="of each instance (default: 1)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
     serve.add_argument("--port", type=_not_negative, default=8000, help="0: any free one (default: 8000)")
     serve.add_argument("--slo-ms", type=float, default=100.0, metavar="MS",
-                       help="a ranking is to be answered within; what is computed ahead follows from it (default: 100)")  # fmt: skip
+                       help="a ranking is to be answered within; it says what is computed ahead (default: 100)")  # fmt: skip
     serve.add_argument("--device-memory", type=_bytes, default="1GB", metavar="SIZE",
                        help="for users' prefixes, in each instance (default: 1GB)")  # fmt: skip
     serve.add_argument("--host-memory", type=_bytes, default="4GB", metavar="SIZE",
@@ -131,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--no-trigger", action="store_true", help="a prefix for every signal that there is room for")
     serve.add_argument("--no-affinity", action="store_true", help="requests go to any instance, not to their user's")
     serve.add_argument("--prefix-dtype", choices=["float32", "float16", "bfloat16"], default="float32",
-                       help="in which prefixes are kept: half the bytes, scores rounded accordingly (default: float32)")  # fmt: skip
+                       help="in which prefixes are kept; half the bytes, rounded scores (default: float32)")  # fmt: skip
     serve.add_argument("--allow-updates", action="store_true",
                        help="POST /v1/update changes to a delta or bundle that lies beside BUNDLE")  # fmt: skip
     serve.add_argument("--max-request", type=_bytes, default="4MB", metavar="SIZE", help="default: 4MB")
@@ -381,11 +383,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
-        from nestpipe.serve.server import CannotServe, Limits, Serving, serve
+        from nestpipe.serve.api import Limits
+        from nestpipe.serve.server import CannotServe, Serving, serve
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("nestpipe"):
             raise
-        print(f"nestpipe: error: serving needs {error.name}: pip install 'nestpipe[serve]'", file=sys.stderr, flush=True)
+        print(
+            f"nestpipe: error: serving needs {error.name}: pip install 'nestpipe[serve]'", file=sys.stderr, flush=True
+        )
         return 1
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 

@@ -77,21 +77,20 @@ class Api:
         self.metrics = Metrics()
 
     def app(self) -> Starlette:
-        routes = [
-            self._route("/v1/signal", "POST", self.signal),
-            self._route("/v1/rank", "POST", self.rank),
-            self._route("/v1/update", "POST", self.update),
-            self._route("/v1/info", "GET", self.info),
-            self._route("/healthz", "GET", self.healthz),
-            self._route("/readyz", "GET", self.readyz),
-            self._route("/metrics", "GET", self.metrics_text),
+        answers = [
+            ("/v1/signal", "POST", self.signal),
+            ("/v1/rank", "POST", self.rank),
+            ("/v1/update", "POST", self.update),
+            ("/v1/info", "GET", self.info),
+            ("/healthz", "GET", self.healthz),
+            ("/readyz", "GET", self.readyz),
+            ("/metrics", "GET", self.metrics_text),
         ]
+        routes = [self._route(*answer) for answer in answers]
 
         async def unknown(request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
-            known = ", ".join(
-                f"{', '.join(route.methods - {'HEAD'})} {route.path}" for route in routes if route.methods
-            )
+            known = ", ".join(f"{method} {path}" for path, method, _ in answers)
             self.metrics.requests.labels("other", str(error.status_code)).inc()
             message = f"{request.method} of this path: {error.detail}; there are {known}"
             return _json(api.write_error(message), error.status_code, dict(error.headers or {}))
@@ -143,7 +142,7 @@ class Api:
         if self.updates is None:
             raise Unwanted(403, self.no_updates)
         path = Path(api.read_update(await self._body(request))).resolve()
-        # Only what lies beside the bundle: a version says which model class is made, and whoever reaches the port must not choose.
+        # Beside the bundle only: a version names the class of its model, which whoever reaches the port must not choose.
         if path.parent != self.updates:
             raise Unwanted(403, f"updates are taken from {self.updates}, beside the bundle, alone")
         if not path.is_dir():

@@ -62,7 +62,7 @@ class Metrics:
 
     def text(self, members: Iterable[Member]) -> bytes:
         of_instances = CollectorRegistry()
-        of_instances.register(_Instances(list(members)))  # type: ignore[arg-type]
+        of_instances.register(_Instances(list(members)))
         return generate_latest(self.registry) + generate_latest(of_instances)
 
 

@@ -22,8 +22,7 @@ from nestpipe.serve.load import Load, Visit, visits
 from nestpipe.serve.policy import Instance
 from nestpipe.serve.requests import RELAYED, Action, Rank, Reject, Settings, Source
 from nestpipe.serve.router import Routed, Router
-from nestpipe.serve.states import Compute, Drop, Spill
-from nestpipe.serve.states import Load as LoadCopy
+from nestpipe.serve.states import Compute, Drop, Load as LoadCopy, Spill
 from nestpipe.serve.trigger import Reason
 
 WORK = (Compute, Rank, LoadCopy, Spill)

@@ -1,7 +1,7 @@
-"""What passes between the front process and an instance: a JSON header and raw arrays behind it, each frame with its lengths first.
+"""What passes between the front process and an instance: a JSON header and raw arrays behind it, their lengths first.
 
-Bytes of a frame: two uint32 (header, arrays), the header padded so that arrays lie at multiples of 8, the arrays end to end. Nothing
-in it is ever unpickled or executed.
+Bytes of a frame: two uint32 (header, arrays), the header padded so that arrays lie at multiples of 8, the arrays end to end.
+Nothing in it is ever unpickled or executed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LENGTHS = struct.Struct("<II")
-DTYPES = {"int64": np.dtype("<i8"), "float64": np.dtype("<f8"), "float32": np.dtype("<f4")}
+DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float64": np.dtype("<f8"), "float32": np.dtype("<f4")}
 
 
 class Frame(NamedTuple):

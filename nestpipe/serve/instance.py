@@ -1,7 +1,7 @@
 """The process of one instance: a Worker behind a socket to the front process. `python -m nestpipe.serve.instance FD`
 
-It lives as long as the other end of its socket: the front process tells it what to serve, sends requests and, at the end, "stop". If
-the front process dies, the socket ends and so does this.
+It lives as long as the other end of its socket: the front process tells it what to serve, sends requests and, at the end,
+"stop". If the front process dies, the socket ends and so does this.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Link:
 
     @classmethod
     async def start(cls, options: Mapping[str, Any], *, threads: int) -> Link:
-        """Starts the process and tells it what to serve. The socket has no name: nobody else can connect to it, and nothing is left
-        of it when both ends are gone."""
+        """Starts the process and tells it what to serve. The socket has no name: nobody else can connect to it, and nothing is
+        left of it when both ends are gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

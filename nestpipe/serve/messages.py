@@ -18,7 +18,7 @@ from nestpipe.serve.requests import Source
 class Signal:
     """A ranking of this user will come soon.
 
-    user: whoever it is; signal and ranking say the same. history: int64 keys of the items, oldest first, as far as they are known now.
+    user: whoever it is; signal and ranking say the same. history: int64 keys of the items known by now, oldest first.
     times: seconds of each item, for models that look at times. candidates: how many there will be, about.
     """
 
@@ -71,18 +71,21 @@ class Ranked:
     seconds: float
 
 
-class Rejected(Exception):
-    """There is too much to do. why: "full": so many requests wait already. "late": it could not be in time any more. "stopping": the
-    instance no longer takes any. Nothing is wrong with the request; another instance, or a later time, may do."""
+REJECTIONS = {
+    "full": "the queue is full",
+    "late": "it could no longer be answered in time",
+    "stopping": "the instance is stopping",
+}
 
-    MESSAGES = {
-        "full": "the queue is full",
-        "late": "it could no longer be answered in time",
-        "stopping": "the instance is stopping",
-    }
+
+class Rejected(Exception):
+    """There is too much to do. Nothing is wrong with the request: another instance, or a later time, may do.
+
+    why: "full": so many requests wait already. "late": it could not be in time any more. "stopping": no more are taken.
+    """
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"not ranked: {self.MESSAGES[why]}")
+        super().__init__(f"not ranked: {REJECTIONS[why]}")
         self.why = why
 
     def __reduce__(self) -> tuple[type[Rejected], tuple[str]]:

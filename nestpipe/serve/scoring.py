@@ -1,4 +1,4 @@
-"""Scores and prefixes out of a bundle, for requests given as arrays of keys: rows looked up, the model called. No threads, no cache.
+"""Scores and prefixes out of a bundle, for requests given as arrays of keys: rows looked up, the model called. No cache here.
 
 Legend: C candidates of a request.
 """
@@ -30,18 +30,25 @@ class Part:
 
 class Scorer:
     """What a bundle's ranker makes of requests. prefix_dtype: in which prefixes are kept; scores are computed in the model's own.
+    relay: whether prefixes are to be kept at all.
 
-    ValueError for a bundle whose model cannot rank.
+    ValueError for a bundle whose model cannot rank, or whose scores a kept prefix would change.
     """
 
-    def __init__(self, bundle: Bundle, *, prefix_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, bundle: Bundle, *, prefix_dtype: torch.dtype = torch.float32, relay: bool = True) -> None:
         model: Any = bundle.model
         name = type(model).__name__
         missing = [method for method in ("prefix", "rank") if not callable(getattr(model, method, None))]
         if missing:
             raise ValueError(
-                f"{name} cannot rank candidates: it has no {' and no '.join(missing)}; serve a ranker (hstu_ranker, fuxi_ranker, or "
-                f"a model of your own with prefix and rank as nestpipe.models.Ranker has them). Bundle.predict answers for others"
+                f"{name} cannot rank candidates: it has no {' and no '.join(missing)}; serve a ranker: hstu_ranker, fuxi_ranker, "
+                f"or a model of your own with prefix and rank as nestpipe.models.Ranker has them (Bundle.predict answers others)"
+            )
+        problem = model.relay_problem() if relay and hasattr(model, "relay_problem") else None
+        if problem is not None:
+            raise ValueError(
+                f"relay would change the scores of {name}: {problem}; switch relay off (Settings(relay=False), or "
+                f"nestpipe serve --no-relay)"
             )
         self.bundle, self.model, self.prefix_dtype = bundle, model, prefix_dtype
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -55,13 +62,7 @@ class Scorer:
                 f"{', '.join(tables) or 'none'}); export a run whose features are named as the model's"
             )
         self._tables = tables[model.history], tables[model.candidates]
-        one, two = (self.prefix(*_made_up(self, count)).num_bytes for count in (1, 2))
-        self.bytes_per_token = two - one
-
-    def relay_problem(self) -> str | None:
-        """Why keeping a prefix would change scores; None: it does not."""
-        problem = getattr(self.model, "relay_problem", None)
-        return problem() if problem else None
+        self.bytes_per_token = self._num_bytes(2) - self._num_bytes(1)
 
     def check(self, message: Signal | Ask) -> None:
         """Raises ValueError for what this model cannot take."""
@@ -109,6 +110,10 @@ class Scorer:
         self.check(ask)
         return self.rank([Part(ask)])[0]
 
+    def _num_bytes(self, length: int) -> int:
+        items = np.arange(length)
+        return self.prefix(items, items if self.uses_times else None).num_bytes
+
     def _rows(self, table: str, keys: Sequence[np.ndarray]) -> Jagged:
         lengths = torch.tensor([len(part) for part in keys], dtype=torch.int64)
         rows = self.bundle.rows(table, torch.from_numpy(np.concatenate(keys)))
@@ -122,9 +127,20 @@ class Scorer:
         return Jagged.from_lengths(values.to(self.device), lengths.to(self.device))
 
 
+def check_successor(before: Scorer, after: Scorer) -> None:
+    """Raises ValueError unless requests and prefixes of one fit the other."""
+    for what in ("bytes_per_token", "max_length", "uses_times", "device"):
+        ours, others = getattr(before, what), getattr(after, what)
+        if ours != others:
+            raise ValueError(
+                f"version {after.bundle.version} is of another model: {what} is {others}, of the one that is served {ours}; "
+                f"start a new instance with it"
+            )
+
+
 def to_host(prefix: Prefix) -> Prefix:
-    """A copy in host memory; page-locked where the prefix is on a device. On a CPU device and host are the same memory, and it is a
-    copy all the same: two budgets, two buffers."""
+    """A copy in host memory; page-locked where the prefix is on a device. On a CPU, device and host are the same memory, and it
+    is a copy all the same: two budgets, two buffers."""
     return _copied(prefix, lambda x: x.clone() if x.device.type == "cpu" else x.to("cpu").pin_memory())
 
 
@@ -140,8 +156,3 @@ def _copied(prefix: Prefix, copy: Any) -> Prefix:
 
 def _behind(times: np.ndarray | None, head: int) -> np.ndarray | None:
     return None if times is None else times[head:]
-
-
-def _made_up(scorer: Scorer, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """A history of so many items."""
-    return np.arange(count), np.arange(count) if scorer.uses_times else None

@@ -1,8 +1,8 @@
 """`nestpipe serve`: one front process that speaks HTTP, and N instances in processes of their own that map the same bundle.
 
-HTTP and JSON by uvicorn: what this field's Python services speak, with curl for a client and every load balancer for a neighbour; gRPC
-would need stubs on both sides for the same arrays. The front process never computes and has no torch; requests go to instances over
-sockets without a name.
+HTTP and JSON by uvicorn: what this field's Python services speak, with curl for a client and every load balancer for a
+neighbour; gRPC would need stubs on both sides for the same arrays. The front process never computes and has no torch; requests
+go to instances over sockets without a name.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class CannotServe(Exception):
 
 
 def serve(serving: Serving) -> None:
-    """Serves until SIGTERM or SIGINT, then answers what is in flight and returns. ValueError for what cannot be served, CannotServe if
-    all instances were lost for good."""
+    """Serves until SIGTERM or SIGINT, then answers what is in flight and returns. ValueError for what cannot be served,
+    CannotServe if all instances were lost for good."""
     if not serving.bundle.is_dir():
         raise ValueError(f"{serving.bundle} is no folder; give a bundle, as `nestpipe export RUN BUNDLE` writes it")
     options = {
@@ -173,7 +173,8 @@ async def _say(serving: Serving, supervisor: Supervisor, bound: socket.socket) -
     print(f"listening on http://{at} (process {os.getpid()}); instances warm up", flush=True)
     if not ipaddress.ip_address(host).is_loopback:
         print(
-            f"warning: {at} is open to the network; there is no authentication and no encryption here: put a proxy before it"
+            f"warning: {at} is open to the network, without authentication or encryption: put a proxy before it",
+            flush=True,
         )
     while not all(member.state in ("ready", "given up") for member in supervisor.members.values()):
         await asyncio.sleep(0.05)

@@ -1,7 +1,7 @@
 """The instances of one machine: started, watched, started again when they die, and told of new versions together.
 
-An instance that dies takes its requests in flight with it: they are told at once. Its users go to their second choices until it is
-back, and ready. One that dies again and again is given up, with the last reason; when none is left, so is the server.
+An instance that dies takes its requests in flight with it: they are told at once. Its users go to their second choices until it
+is back, and ready. One that dies again and again is given up, with the last reason; when none is left, so is the server.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger("nestpipe")
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Seconds, and how often. backoff: before an instance is started again, doubled at each death, up to `longest`. deaths: in a row,
-    without `well` seconds of service between two; then it is given up. start: until it must be ready. beat: between looks at it.
-    hung: without an answer, or in one computation; then it is ended."""
+    """Seconds, and how often. backoff: before an instance is started again, doubled at each death, up to `longest`.
+    deaths: in a row, without `well` seconds of service between two; then it is given up. start: until it must be ready.
+    beat: between looks at it. hung: without an answer, or in one computation; then it is ended."""
 
     backoff: float = 0.25
     longest: float = 10.0
@@ -66,9 +66,9 @@ class Supervisor:
     affinity: False: requests go to any instance (to see what the router is good for)."""
 
     def __init__(
-        self, options: Mapping[str, Any], names: list[str], *, patience: Patience = Patience(), affinity: bool = True
+        self, options: Mapping[str, Any], names: list[str], *, patience: Patience | None = None, affinity: bool = True
     ) -> None:
-        self.options, self.patience, self.affinity = dict(options), patience, affinity
+        self.options, self.patience, self.affinity = dict(options), patience or Patience(), affinity
         self.router = Router()
         self.members = {name: Member(name) for name in names}
         self.version: str | None = None  # that all serve, once one is ready
@@ -124,10 +124,8 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        alive = [member for member in self.members.values() if member.link is not None]
-        await asyncio.gather(
-            *(member.link.stop(drain) if member.state == "ready" else member.link.end() for member in alive)
-        )
+        alive = [(member.link, member.state == "ready") for member in self.members.values() if member.link is not None]
+        await asyncio.gather(*(link.stop(drain) if ready else link.end() for link, ready in alive))
 
     async def _keep(self, member: Member) -> None:
         """Its lives, one after the other."""
@@ -223,8 +221,8 @@ class Supervisor:
             member.stats = (await asyncio.wait_for(member.link.call({"kind": "stats"}), timeout)).header["stats"]
 
     async def update(self, path: Path) -> str:
-        """All instances serve this version from now on, or none does. First each opens it; only if all could, each switches. Refused
-        with the reason if one could not."""
+        """All instances serve this version from now on, or none does: first each opens it; only if all could, each switches.
+        Refused with the reason if one could not."""
         async with self._updating:
             links = {
                 name: member.link for name, member in self.members.items() if member.state == "ready" and member.link
