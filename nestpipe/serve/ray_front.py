@@ -37,7 +37,7 @@ NO_UPDATES = (
 
 
 class Refusal(NamedTuple):
-    """A replica says no. Returned, not raised: Ray logs a traceback of each error, the more the higher the load. status: of HTTP."""
+    """A replica says no. Returned, not raised: Ray logs a traceback of each error, and overload has many. status: of HTTP."""
 
     status: int
     error: str
