@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -17,10 +18,11 @@ from starlette.routing import Route
 import nestpipe
 from nestpipe.serve import api
 from nestpipe.serve.exposition import Metrics
+from nestpipe.serve.frames import Frame
 from nestpipe.serve.link import Lost, Refused
 from nestpipe.serve.messages import Ranked
 from nestpipe.serve.requests import Source
-from nestpipe.serve.supervisor import Supervisor
+from nestpipe.serve.supervisor import Member
 from nestpipe.serve.trigger import Reason
 
 BODY_SECONDS = 10.0  # in which a client must have sent its request
@@ -36,13 +38,42 @@ class Unwanted(Exception):
         self.status = status
 
 
+class Instances(Protocol):
+    """Who has the instances: a Supervisor, or Ray."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def version(self) -> str | None: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    @property
+    def members(self) -> Mapping[str, Member]: ...
+    async def signal(
+        self, user: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray | None]
+    ) -> tuple[str, Frame]: ...
+    async def rank(
+        self, user: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray | None]
+    ) -> tuple[str, Frame]: ...
+    async def ask_stats(self, member: Member, *, timeout: float) -> None: ...
+    async def update(self, path: Path) -> str: ...
+
+
 class Api:
-    """updates: the folder that /v1/update takes versions from; None: it takes none. about: what /v1/info tells besides."""
+    """updates: the folder that /v1/update takes versions from; None: it takes none, and says `no_updates`. about: what /v1/info
+    tells besides."""
 
     def __init__(
-        self, supervisor: Supervisor, limits: api.Limits, *, updates: Path | None, about: dict[str, Any]
+        self,
+        supervisor: Instances,
+        limits: api.Limits,
+        *,
+        updates: Path | None,
+        about: dict[str, Any],
+        no_updates: str = "this server takes no updates; start it with --allow-updates",
     ) -> None:
         self.supervisor, self.limits, self.updates, self.about = supervisor, limits, updates, about
+        self.no_updates = no_updates
         self.metrics = Metrics()
 
     def app(self) -> Starlette:
@@ -109,7 +140,7 @@ class Api:
 
     async def update(self, request: Request) -> Response:
         if self.updates is None:
-            raise Unwanted(403, "this server takes no updates; start it with --allow-updates")
+            raise Unwanted(403, self.no_updates)
         path = Path(api.read_update(await self._body(request))).resolve()
         # Beside the bundle only: a version names the class of its model, which whoever reaches the port must not choose.
         if path.parent != self.updates:
@@ -137,12 +168,12 @@ class Api:
             {
                 "name": member.name,
                 "state": member.state,
-                "pid": member.link.process.pid if member.link else None,
+                "pid": member.pid,
                 "version": member.info.get("version"),
                 "deaths": member.deaths,
                 "last_error": member.last_error,
                 "recovery_seconds": round(member.recovery, 3),
-                "in_flight": member.link.in_flight if member.link else 0,
+                "in_flight": member.in_flight,
             }
             for member in members
         ]

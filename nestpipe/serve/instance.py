@@ -48,7 +48,7 @@ class Server:
 
     def run(self) -> None:
         """Until the front process says "stop", or is gone."""
-        self.send(kind="ready", **self.info())
+        self.send(kind="ready", **told(self.worker))
         while (frame := receive(self.connection)) is not None:
             if frame.header["kind"] == "stop":
                 self._preparing.shutdown()
@@ -89,7 +89,7 @@ class Server:
         elif kind == "commit":
             self.worker.update(self.prepared.pop(header["version"]))
             self.prepared.clear()
-            self.send(kind="answer", id=number, **self.info())
+            self.send(kind="answer", id=number, **told(self.worker))
         else:
             raise AssertionError(f"a frame of kind {kind!r}")
 
@@ -126,17 +126,6 @@ class Server:
         except Exception as error:
             self.fail(number, 400, describe(error))
 
-    def info(self) -> dict[str, Any]:
-        scorer = self.worker.scorer
-        return {
-            "version": scorer.bundle.version,
-            "step": scorer.bundle.step,
-            "model": type(scorer.model).__name__,
-            "max_length": scorer.max_length,
-            "uses_times": scorer.uses_times,
-            "bytes_per_token": scorer.bytes_per_token,
-        }
-
     def fail(self, number: int, status: int, error: str) -> None:
         self.send(kind="error", id=number, status=status, error=error)
 
@@ -150,6 +139,19 @@ class Server:
                 self.connection.sendall(data)
             except OSError:
                 return  # gone; the thread that reads sees it
+
+
+def told(worker: Worker) -> dict[str, Any]:
+    """What it serves."""
+    scorer = worker.scorer
+    return {
+        "version": scorer.bundle.version,
+        "step": scorer.bundle.step,
+        "model": type(scorer.model).__name__,
+        "max_length": scorer.max_length,
+        "uses_times": scorer.uses_times,
+        "bytes_per_token": scorer.bytes_per_token,
+    }
 
 
 def main(descriptor: int) -> None:

@@ -52,6 +52,14 @@ class Member:
     recovery: float = 0.0
     stats: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def pid(self) -> int | None:
+        return self.link.process.pid if self.link else None
+
+    @property
+    def in_flight(self) -> int:
+        return self.link.in_flight if self.link else 0
+
 
 class Supervisor:
     """options: what each instance is told: bundle, settings, prefix_dtype, threads. names: of the instances.
