@@ -146,9 +146,13 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(command=_serve)
 
     load = commands.add_parser("load", help="send load to a server, and see how it does")
-    load.add_argument("bundle", type=Path, metavar="BUNDLE", help="that is served: its items are sent, its scores compared")
+    load.add_argument(
+        "bundle", type=Path, metavar="BUNDLE", help="that is served: its items are sent, its scores compared"
+    )
     load.add_argument("--url", help="of a server that runs (default: one is started, and stopped at the end)")
-    load.add_argument("--instances", type=_positive, default=2, metavar="N", help="of a server that is started (default: 2)")
+    load.add_argument(
+        "--instances", type=_positive, default=2, metavar="N", help="of a server that is started (default: 2)"
+    )
     load.add_argument("--rate", type=float, default=20.0, help="ranking requests per second (default: 20)")
     load.add_argument("--seconds", type=float, default=20.0, help="that count (default: 20)")
     load.add_argument("--warm-up", type=float, default=5.0, metavar="SECONDS", help="before them (default: 5)")
