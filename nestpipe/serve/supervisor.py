@@ -139,6 +139,9 @@ class Supervisor:
                     return
             except Lost as lost:
                 member.last_error = str(lost)
+            except Exception as error:  # no process to be had, say
+                log.exception("instance %s could not be started, or not be watched", member.name)
+                member.last_error = f"{type(error).__name__}: {error}"
             finally:
                 if member.name in self.router.members:
                     self.router.lost(member.name)
