@@ -130,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host-memory", type=_bytes, default="4GB", metavar="SIZE",
                        help="behind it, for users who come back, in each instance; 0: none (default: 4GB)")  # fmt: skip
     serve.add_argument("--no-relay", action="store_true", help="full passes only; signals are of no use then")
+    serve.add_argument("--reuse", action="store_true",
+                       help="prefixes also for users whose full pass is fast enough, where that saves time")  # fmt: skip
     serve.add_argument("--no-trigger", action="store_true", help="a prefix for every signal that there is room for")
     serve.add_argument("--no-affinity", action="store_true", help="requests go to any instance, not to their user's")
     serve.add_argument("--prefix-dtype", choices=["float32", "float16", "bfloat16"], default="float32",
@@ -371,7 +373,12 @@ def _export(arguments: argparse.Namespace) -> int:
             raise ValueError("--table is for --format parquet or npy; a bundle has all tables")
         check_writable(folder=arguments.out)
         started = time.perf_counter()
-        made = export_bundle(arguments.source, arguments.out, since=arguments.since, dtype=arguments.dtype)
+        try:
+            made = export_bundle(arguments.source, arguments.out, since=arguments.since, dtype=arguments.dtype)
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename or arguments.out}: {error.strerror or error}; nothing was written"
+            ) from error
         what = "all rows" if made.base is None else f"changes since {made.base.name} (version {made.base.version})"
         print(
             f"{arguments.out}: version {made.version}, step {made.step}, {what}, {made.num_bytes / 1e6:,.1f} MB in "
@@ -408,6 +415,7 @@ def _serve(arguments: argparse.Namespace) -> int:
                 threads=arguments.threads,
                 relay=not arguments.no_relay,
                 trigger=not arguments.no_trigger,
+                reuse=arguments.reuse,
                 affinity=not arguments.no_affinity,
                 prefix_dtype=arguments.prefix_dtype,
                 allow_updates=arguments.allow_updates,

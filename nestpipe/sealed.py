@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
@@ -160,6 +159,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock(handle: int, partial: Path, path: Path) -> None:
+    import fcntl  # not on Windows, where checkpoints are read all the same
+
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -185,9 +186,10 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Names of files are in their folder; it has to reach the disk as well."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Names of files are in their folder; it has to reach the disk as well. (Windows has no such thing.)"""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

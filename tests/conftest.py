@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.cluster import Cluster
+
+if TYPE_CHECKING:
+    from tests.serve.trained import Exported
 
 torch.set_num_threads(1)
 
@@ -50,6 +54,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         pile += others[:room]
         others = others[room:]
     items[:] = [item for pile in piles for item in pile] + others
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Checkpoints of a trainer with tables of every kind, bundles of them, and what the trainer said."""
+    from tests.serve.trained import export_all
+
+    return export_all(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from nestpipe.tensorfile import TensorReader, TensorWriter
@@ -51,3 +53,20 @@ def test_a_file_cut_short_is_refused_and_named(tmp_path: Path, length: int) -> N
     (tmp_path / "one").write_bytes(whole[:length])
     with pytest.raises(ValueError, match=r"one is not a whole safetensors file"):
         TensorReader(tmp_path / "one")
+
+
+def test_a_mapped_tensor_is_written_in_any_order_and_read_where_it_lies(tmp_path: Path) -> None:
+    layout = {"index": (np.int64, (6, 2)), "rows": (np.uint16, (3, 5)), "keys": (np.int64, (3,))}
+    with TensorWriter(tmp_path / "one", layout) as file:
+        index = file.mapped("index")
+        file.append("rows", np.arange(15, dtype=np.uint16).reshape(3, 5))
+        index[::-1] = np.arange(12).reshape(6, 2)
+        file.append("keys", np.array([7, 8, 9]))
+    with TensorReader(tmp_path / "one") as file:
+        tensors = file.mapped()
+        assert file.read("index", 0, 2).tolist() == [[10, 11], [8, 9]]
+    assert tensors["index"].tolist() == np.arange(12).reshape(6, 2)[::-1].tolist()
+    assert tensors["rows"].ravel().tolist() == list(range(15)) and tensors["keys"].tolist() == [7, 8, 9]
+    assert tensors["index"].ctypes.data % 64 == 0 and not tensors["index"].flags.writeable
+    with safe_open(tmp_path / "one", framework="pt") as file:
+        assert file.get_tensor("rows").dtype == torch.bfloat16 and file.get_tensor("keys").tolist() == [7, 8, 9]

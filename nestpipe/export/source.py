@@ -44,8 +44,8 @@ def sound(path: Path) -> Iterator[Sequence[Manifest]]:
         try:
             yield chain
             checking.result()
-        except (OSError, ValueError, KeyError) as error:
-            # What was read may have been nonsense: then that is what to tell.
+        except Exception as error:
+            # What was read may have been nonsense, and led to anything: then that is what to tell.
             problem = checking.exception()
             for manifest in chain:
                 if not (manifest.path / manifests.MANIFEST).exists():

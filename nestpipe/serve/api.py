@@ -40,7 +40,7 @@ class TooLarge(ValueError):
 def read_signal(body: bytes, limits: Limits) -> Signal:
     """ValueError, for the client to read, if it is none."""
     fields = _fields(body, needed=("user", "history"), others=("times", "candidates"))
-    candidates = fields.get("candidates", 100)
+    candidates = fields.get("candidates", min(100, limits.candidates))
     if type(candidates) is not int or not 0 <= candidates <= limits.candidates:
         raise ValueError(f"candidates: a signal says how many there will be, 0 to {limits.candidates}: a whole number")
     return Signal(_user(fields), _history(fields, limits), _times(fields, limits), candidates)

@@ -34,9 +34,11 @@ W = TypeVar("W", bound=Waiting)
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """requests, tokens: at most, in a batch. hold: seconds that a request may be kept for others to join it; with 0 the instance is
-    never idle while one waits, and batches come of what has queued up meanwhile. shed: refuse requests that cannot be in time
-    any more; without, they are answered late."""
+    """requests, tokens: at most, in a batch.
+    hold: seconds that a request may be kept for others to join it. With 0 the instance is never idle while one waits, and batches
+        come of what has queued up meanwhile.
+    shed: refuse requests that cannot be in time any more; without, they are answered late.
+    """
 
     requests: int = 16
     tokens: int = 16_384
@@ -50,10 +52,11 @@ class Batching:
 
 @dataclasses.dataclass
 class Taken(Generic[W]):
-    """run: together, now. shed: cannot be in time. look_again: when to ask, at the latest."""
+    """run: together, now. late: have just become so; with `shed` they are out of the queue, else they stay in it.
+    look_again: when to ask, at the latest."""
 
     run: list[W]
-    shed: list[W]
+    late: list[W]
     look_again: float = math.inf
 
 
@@ -62,7 +65,7 @@ class Queue(Generic[W]):
 
     def __init__(self, batching: Batching, law: Law) -> None:
         self.batching, self.law = batching, law
-        self.late = self.shed = 0
+        self.late = 0
         self._in_time: list[W] = []  # by start_by
         self._late: collections.deque[W] = collections.deque()
 
@@ -85,7 +88,7 @@ class Queue(Generic[W]):
 
     def take(self, now: float) -> Taken[W]:
         """What runs now that the instance is free."""
-        shed = self._part_with_late(now)
+        late = self._part_with_late(now)
         if self._in_time:
             run = self._beside(now, self._in_time[0])
             if len(run) < self.batching.requests and self.batching.hold:
@@ -93,10 +96,10 @@ class Queue(Generic[W]):
                 latest = limit - self.law.high(together(waiting.work for waiting in run))
                 oldest = min(waiting.ready for waiting in run)
                 if now < (look_again := min(oldest + self.batching.hold, latest)):
-                    return Taken([], shed, look_again)
+                    return Taken([], late, look_again)
             chosen = set(map(id, run))
             self._in_time = [waiting for waiting in self._in_time if id(waiting) not in chosen]
-            return Taken(run, shed)
+            return Taken(run, late)
         run, tokens = [], 0.0
         while self._late and len(run) < self.batching.requests:
             waiting = self._late[0]
@@ -104,17 +107,19 @@ class Queue(Generic[W]):
             if run and (tokens > self.batching.tokens or waiting.group != run[0].group):
                 break
             run.append(self._late.popleft())
-        return Taken(run, shed)
+        return Taken(run, late)
+
+    def drop_late(self) -> W | None:
+        """Takes out the one that has been late for longest."""
+        return self._late.popleft() if self._late else None
 
     def _part_with_late(self, now: float) -> list[W]:
         count = bisect.bisect_left(self._in_time, now, key=_start_by)
         late, self._in_time = self._in_time[:count], self._in_time[count:]
         self.late += count
-        if self.batching.shed:
-            self.shed += count
-            return late
-        self._late.extend(late)
-        return []
+        if not self.batching.shed:
+            self._late.extend(late)
+        return late
 
     def _beside(self, now: float, first: W) -> list[W]:
         """The first, and those behind it that fit in: none of the batch may end after its deadline."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe import kinds, weights
-from nestpipe.batch import Batch, Jagged, Output, check_batch, one_list
+from nestpipe.batch import SEEN, Batch, Jagged, Output, check_batch, one_list
 from nestpipe.errors import did_you_mean
 from nestpipe.sealed import Damaged
 from nestpipe.serve import manifest as manifests
@@ -223,7 +223,7 @@ def _with_weights(model: nn.Module, manifest: Manifest) -> nn.Module:
 
 
 def _seen(batch: Batch, history: str) -> Jagged:
-    seen = batch.dense.get("seen", batch.keys[history])
+    seen = batch.dense.get(SEEN, batch.keys[history])
     if not isinstance(seen, Jagged) or seen.values.dtype != torch.int64:
-        raise ValueError("batch.dense['seen'] must be a Jagged of int64 keys: all that each sample's user has had")
+        raise ValueError(f"batch.dense[{SEEN!r}] must be a Jagged of int64 keys: all that each sample's user has had")
     return seen

@@ -127,13 +127,19 @@ class Cache:
         """`who` no longer waits."""
         del self.pool.entries[key].waiters[who]
 
+    def wasted_seconds(self) -> float:
+        """Spent on prefixes that no ranking has used: those that are gone, and those that are here."""
+        unused = (entry.seconds for entry in self.pool.entries.values() if not entry.used)
+        return self.counters.wasted_seconds + sum(unused)
+
     def waiters(self, key: Key) -> int:
         return len(self.pool.entries[key].waiters)
 
     # -- what the caller has done --------------------------------------------------------------------------------------
 
-    def computed(self, key: Key) -> list[Action]:
-        """A Hit for each waiter; before that, drops of what this prefix supersedes."""
+    def computed(self, key: Key, seconds: float = 0.0) -> list[Action]:
+        """A Hit for each waiter; before that, drops of what this prefix supersedes. seconds: that it took."""
+        self.pool.entries[key].seconds = seconds
         return self._arrived(key, Event.COMPUTED)
 
     def loaded(self, key: Key) -> list[Action]:
@@ -151,6 +157,7 @@ class Cache:
         self.counters.failed += not cancelled
         waiters, entry.waiters = entry.waiters, {}
         actions: list[Action] = [Drop(key, Place.HOST)] if entry.state is State.LOADING else []
+        entry.unspillable |= entry.state is State.SPILLING  # else it would be tried again at once, and for ever
         self.pool.move(entry, Event.FAIL)
         actions += (self._miss(key, who, Why.FAILED) for who in waiters)
         return actions + self._dropped_if_superseded(entry)

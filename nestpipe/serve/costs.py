@@ -1,13 +1,13 @@
 """What an instance's work takes, learned from its own measurements.
 
-Seconds = a + b tokens + c tokens² + d candidates x tokens, each coefficient zero or more: a for the call, b for what is done token
-by token, c for attention within the history, d for candidates that look at it. A batch of several is the sum of its parts, with one
-a. Full passes and rankings behind a prefix are calls of the same function and share a law; prefixes have their own, and so
-do copies (a + b bytes).
+Seconds = a + b tokens + c tokens² + d candidates x tokens, each coefficient zero or more: a for the call, b for what is done
+token by token, c for attention within the history, d for candidates that look at it. A batch of several is the sum of its
+parts, with one a. Full passes and rankings behind a prefix are calls of the same function and share a law; prefixes have
+their own, and so do copies (a + b bytes).
 
-The fit is least squares of relative errors over recent calls (older ones fade), with the law it began with as if it had been
-measured once: so it answers before the first measurement and never loses its footing when all calls are alike. A call that is far
-off what others were like counts less. `high` adds what most calls stay under.
+The fit is least squares of relative errors over recent calls (older ones fade). The law it began with counts as one call, as
+much faster or slower as the measured ones are: so there is an answer before the first measurement, and one for lengths that
+have not been measured. A call that is far off what others were like counts less. `high` adds what most calls stay under.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 MEMORY = 0.99  # weight of the calls before, at each call
-PRIOR = 1.0  # weight of the first law, in calls
 REFIT = 8  # calls between fits, once there are enough of them
 FAR = 3.0  # times the usual error: beyond it a call counts less
+ALERT = 0.05  # pace at which the usual error follows: if all calls are far off, it is the law that is wrong
 
 
 class Work(NamedTuple):
@@ -81,6 +81,7 @@ class Law:
         self.measured = 0
         self.margin = 1.25  # of `high`; moves towards the quantile of measured / expected
         self._spread = 0.0  # usual relative error
+        self._first, self._scale = self.coefficients, 0.0  # log of measured / first
         self._gram, self._moment = _prior(self.coefficients)
         self._squares = np.zeros_like(self._gram)
         self._products = np.zeros_like(self._moment)
@@ -103,19 +104,25 @@ class Law:
         ratio = seconds / expected
         self._learn_margin(ratio)
         error = abs(ratio - 1)
+        pace = max(1 - MEMORY, 1 / (self.measured + 1))
+        self._scale += pace * (math.log(max(seconds, 1e-9) / self._first_seconds(work)) - self._scale)
         # The first calls may be far off what the first law says, and are believed.
         usual = self._spread if self.measured >= REFIT else math.inf
         trust = min(1.0, FAR * usual / error) if error else 1.0
-        pace = max(1 - MEMORY, 1 / (self.measured + 1))
-        self._spread += pace * (min(error, FAR * usual) - self._spread)
-        # Relative errors: in units of what was measured, but a call that was over in no time must not outweigh all others.
-        scale = trust / max(seconds, 0.1 * expected) ** 2
+        self._spread += max(ALERT, pace) * (min(error, FAR * usual) - self._spread)
+        weight = trust / max(seconds, expected) ** 2  # errors are relative, and calls that were too fast count no more
         row = np.array(work)
-        self._squares = MEMORY * self._squares + scale * np.outer(row, row)
-        self._products = MEMORY * self._products + scale * seconds * row
+        self._squares = MEMORY * self._squares + weight * np.outer(row, row)
+        self._products = MEMORY * self._products + weight * seconds * row
         self.measured += 1
         if self.measured <= REFIT or self.measured % REFIT == 0:
-            self.coefficients = _non_negative(self._squares + self._gram, self._products + self._moment)
+            scale = math.exp(self._scale)
+            self.coefficients = _non_negative(
+                self._squares + self._gram / scale**2, self._products + self._moment / scale
+            )
+
+    def _first_seconds(self, work: Work) -> float:
+        return sum(value * amount for value, amount in zip(self._first, work, strict=True))
 
     def _learn_margin(self, ratio: float) -> None:
         """A step up if this call was above the margin, a smaller one down if below: they balance at the quantile."""
@@ -126,7 +133,7 @@ class Law:
 
 
 def _prior(coefficients: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """What one measurement of the law would add, spread over calls of all sizes so that each coefficient has its say."""
+    """What one call would add that takes what the law says, spread over all sizes so that each coefficient has its say."""
     calls = [ranking_work(prefix, tail, 100) for prefix, tail in [(0, 16), (0, 256), (0, 4096), (1024, 16), (4096, 64)]]
     calls += [Work(1.0, tokens, 0.0, 0.0) for tokens in (1.0, 1e3, 1e6, 1e9)]
     gram, moment = np.zeros((4, 4)), np.zeros(4)
@@ -135,7 +142,7 @@ def _prior(coefficients: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         seconds = float(row @ coefficients)
         gram += np.outer(row, row) / seconds**2
         moment += row / seconds
-    return PRIOR / len(calls) * gram, PRIOR / len(calls) * moment
+    return gram / len(calls), moment / len(calls)
 
 
 def _non_negative(gram: np.ndarray, moment: np.ndarray) -> tuple[float, ...]:

@@ -17,18 +17,18 @@ def flat(policy: Instance, now: float) -> dict[str, Any]:
     counters = {
         f"cache.{field.name}": getattr(cache.counters, field.name)
         for field in dataclasses.fields(cache.counters)
-        if field.name != "misses"
+        if field.name not in ("misses", "wasted_seconds")
     }
     return {
         **{f"answers.{source.name.lower()}": policy.sources[source] for source in Source},
         **{f"signals.{reason.name.lower()}": policy.trigger.counters[reason] for reason in Reason},
         **{f"misses.{why.name.lower()}": cache.counters.misses[why] for why in Why},
         **counters,
+        "wasted_seconds": cache.counters.wasted_seconds,
         "rejected": policy.rejected,
         "failed": policy.failed,
-        "expired": policy.expired,
+        "expired": policy.signals.expired,
         "late": policy.queue.late,
-        "shed": policy.queue.shed,
         "queue": len(policy.queue),
         "waiting": policy.waiting,
         "prefixes": len(cache),
@@ -38,7 +38,7 @@ def flat(policy: Instance, now: float) -> dict[str, Any]:
         "host_budget": pool.host_bytes,
         "footprint_bytes": policy.trigger.footprint(now),
         "load": policy.trigger.load(now),
-        "gap_seconds": policy.gap,
+        "gap_seconds": policy.signals.gap,
         "queue_seconds": policy.delay,
         "residence_seconds": policy.trigger.residence,
         **{

@@ -26,6 +26,7 @@ COUNTERS = {
     "late": "Rankings that could not be in time any more when it was their turn",
     "updates": "Changes of version",
     "busy_seconds": "Seconds that the computing thread has worked",
+    "wasted_seconds": "Of these, seconds for prefixes that are gone and that no ranking has used",
 }
 GAUGES = {
     "queue": "Rankings that are ready to run",

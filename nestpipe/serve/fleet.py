@@ -20,9 +20,10 @@ import numpy as np
 from nestpipe.serve.costs import Costs, copy_work, prefix_work, together
 from nestpipe.serve.load import Load, Visit, visits
 from nestpipe.serve.policy import Instance
-from nestpipe.serve.requests import RELAYED, Action, Rank, Reject, Settings, Source
+from nestpipe.serve.requests import RELAYED, Action, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.router import Routed, Router
-from nestpipe.serve.states import Compute, Drop, Load as LoadCopy, Spill
+from nestpipe.serve.states import Compute, Drop, Spill
+from nestpipe.serve.states import Load as LoadCopy
 from nestpipe.serve.trigger import Reason
 
 WORK = (Compute, Rank, LoadCopy, Spill)
@@ -58,8 +59,8 @@ class Report:
 
     seconds: from the first to the last. in_time: answered within the SLO. errors: lost with an instance.
     latencies: seconds, of the answered ones, sorted. sources: of the answers. reasons: what became of signals.
-    busy: share of the time that each instance computes. prefix_seconds: of that, for prefixes, in all; wasted_seconds: for those of
-    them that no ranking used. routed: by the router.
+    Of the whole run: busy: share of the time that each instance computes. prefix_seconds: computing prefixes, all instances
+    together; wasted_seconds: of that, for prefixes that no ranking has used. routed: by the router.
     """
 
     requests: int = 0
@@ -107,9 +108,7 @@ class _Node:
         self.in_flight: set[int] = set()
 
 
-def simulate(
-    fleet: Fleet, load: Load, *, requests: int, seed: int = 0, deaths: Sequence[Death] = ()
-) -> Report:
+def simulate(fleet: Fleet, load: Load, *, requests: int, seed: int = 0, deaths: Sequence[Death] = ()) -> Report:
     """Serves so many requests of the load."""
     for death in deaths:
         if not 0 <= death.instance < fleet.instances:
@@ -184,10 +183,8 @@ class _Simulation:
     def route(self, now: float, visit: Visit, by_affinity: Callable[[float, int], str]) -> _Node | None:
         """An instance that refuses the connection is dead: the router learns of it, and asks the next."""
         while self.router.members:
-            if self.fleet.affinity:
-                name = by_affinity(now, visit.user)
-            else:
-                name = self.draw.choice(list(self.router.members))
+            members = list(self.router.members)
+            name = by_affinity(now, visit.user) if self.fleet.affinity else self.draw.choice(members)
             if self.nodes[name].alive:
                 return self.nodes[name]
             self.router.lost(name)
@@ -205,8 +202,7 @@ class _Simulation:
                 if isinstance(action, Compute | Rank):
                     node.busy += seconds
             elif isinstance(action, Reject):
-                self.leaves(node, action.request.id)
-                self.report.rejected += action.request.id >= self.first
+                self.report.rejected += self.leaves(node, action.request)
             else:
                 assert isinstance(action, Drop), f"{action}: nothing fails here"
         wake_at = node.instance.next_wakeup()
@@ -224,13 +220,14 @@ class _Simulation:
             seconds = costs.copy.seconds(copy_work(action.size))
         return seconds * self.draw.lognormvariate(0.0, self.fleet.noise)
 
-    def done(self, now: float, node: _Node, life: int, action: Compute | Rank | LoadCopy | Spill, seconds: float) -> None:
+    def done(
+        self, now: float, node: _Node, life: int, action: Compute | Rank | LoadCopy | Spill, seconds: float
+    ) -> None:
         if life != node.life:
             return
         if isinstance(action, Rank):
             for request in action.requests:
-                self.leaves(node, request.id)
-                if request.id >= self.first:
+                if self.leaves(node, request):
                     latency = now - request.arrival + self.fleet.settings.overhead
                     self.latencies.append(latency)
                     self.report.in_time += latency <= self.fleet.settings.slo
@@ -242,9 +239,11 @@ class _Simulation:
             node.wake_at = math.inf
             self.act(now, node, node.instance.wake(now))
 
-    def leaves(self, node: _Node, number: int) -> None:
-        node.in_flight.remove(number)
+    def leaves(self, node: _Node, request: Request) -> bool:
+        """Its answer goes out. Returns whether it counts."""
+        node.in_flight.remove(request.id)
         self.router.done(node.name)
+        return request.id >= self.first
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -272,6 +271,8 @@ class _Simulation:
         report.latencies = np.sort(np.array(self.latencies))
         report.busy = np.array([node.busy / now for node in self.nodes.values()]) if now else np.zeros(len(self.nodes))
         report.prefix_seconds = sum(node.prefixes for node in self.nodes.values())
+        instances = [*self.retired, *(node.instance for node in self.nodes.values())]
+        report.wasted_seconds = sum(instance.cache.wasted_seconds() for instance in instances)
         report.routed = self.router.routed
         assert report.requests == len(self.latencies) + report.rejected + report.errors
         return report

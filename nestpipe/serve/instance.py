@@ -28,6 +28,7 @@ from nestpipe.serve.bundle import Bundle, load_bundle
 from nestpipe.serve.frames import Frame, encode, receive
 from nestpipe.serve.messages import Ask, Ranked, Rejected, Signal
 from nestpipe.serve.requests import Settings
+from nestpipe.serve.trigger import Bounds
 from nestpipe.serve.worker import Worker
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -170,7 +171,7 @@ def main(descriptor: int) -> None:
     try:
         worker = Worker(
             load_bundle(options["bundle"]),
-            Settings(**options["settings"]),
+            Settings(**options["settings"], bounds=Bounds(reuse=options["reuse"])),
             prefix_dtype=DTYPES[options["prefix_dtype"]],
             threads=threads,
         )
@@ -178,11 +179,17 @@ def main(descriptor: int) -> None:
     except (ValueError, OSError) as error:
         connection.sendall(encode({"kind": "refused", "error": describe(error)}))
         sys.exit(1)
+    code = 1
     try:
         Server(connection, worker).run()
+        code = 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # threads that may hang are not waited for
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # all is said and done: taking torch apart takes seconds, and threads may hang if something went wrong
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ class Load:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not 0 <= value < math.inf or (field.name in positive and value == 0):
-                raise ValueError(f"{field.name}={value}: give a number above zero" + "" * (field.name in positive))
+                raise ValueError(
+                    f"{field.name}={value}: give a number {'above zero' if field.name in positive else 'of zero or more'}"
+                )
         if self.session < 1:
             raise ValueError(f"session={self.session}: a session has one request or more")
         if self.shortest > self.longest:
@@ -90,14 +92,17 @@ def visits(load: Load, *, requests: int, seed: int = 0) -> Iterator[Visit]:
     forget = max(1, load.longest // 4)
     history = np.maximum(0, -((load.longest - total) // forget))
     tokens = total - history * forget
-    late = np.minimum(draw.poisson(0.3 * load.growth, len(users)), tokens - 1)  # came in while candidates were retrieved
+    late = np.minimum(
+        draw.poisson(0.3 * load.growth, len(users)), tokens - 1
+    )  # came in while candidates were retrieved
     stages = sum(
         mean * np.exp(load.stage_spread * draw.standard_normal(len(users)) - load.stage_spread**2 / 2)
         for mean in (load.retrieval, load.preprocessing)
     )
     columns = (users, times, times + stages, history, tokens - late, tokens)
-    for number, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        yield Visit(number, *row, load.candidates)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for number, (user, signal, request, version, known, items) in enumerate(rows):
+        yield Visit(number, user, signal, request, version, known, items, load.candidates)
 
 
 def _session_times(load: Load, requests: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,9 @@
 """What an instance does: a state that is told of signals, requests and ends of work, and says what to do next.
 
-One lane computes (prefixes and rankings, one call at a time), one lane copies (loads, spills). Each method returns the actions to
-take now, in order: work to begin (Compute, Rank; Load, Spill), memory to free (Drop), requests to turn away (Reject, Fail). Whoever
-runs it tells `done` when a piece of work has ended, and calls `wake` at `next_wakeup()` unless something else happens before. Time is
-passed in. A server's threads and the simulated fleet run this same object.
+One lane computes (prefixes and rankings, one call at a time), one lane copies (loads, spills). Each method returns the actions
+to take now, in order: work to begin (Compute, Rank; Load, Spill), memory to free (Drop), requests to turn away (Reject, Fail).
+Whoever runs it tells `done` when a piece of work has ended, and calls `wake` at `next_wakeup()` unless something else happens
+before. Time is passed in. A server's threads and the simulated fleet run this same object.
 
 The cache can make an answer faster, never wrong or missing: a prefix that is late, lost, refused or broken means a full pass.
 """
@@ -19,13 +19,12 @@ from collections.abc import Hashable, Iterable
 from nestpipe.serve import states
 from nestpipe.serve.batching import Queue
 from nestpipe.serve.cache import Cache
-from nestpipe.serve.costs import Costs, copy_work, prefix_work, ranking_work, together
+from nestpipe.serve.copies import Copies
+from nestpipe.serve.costs import Costs, prefix_work, ranking_work, together
 from nestpipe.serve.requests import RELAYED, Action, Fail, Lease, Rank, Reject, Request, Settings, Source
-from nestpipe.serve.states import READABLE, Compute, Drop, Hit, Key, Load, Miss, Spill, State, Why
-from nestpipe.serve.trigger import Reason, Trigger
-
-REFUSED = {Why.NO_ROOM: Reason.NO_ROOM, Why.TOO_LARGE: Reason.TOO_LARGE, Why.SUPERSEDED: Reason.SUPERSEDED}
-PACE = 0.05  # of running means
+from nestpipe.serve.signals import PACE, Signals
+from nestpipe.serve.states import READABLE, Compute, Drop, Hit, Load, Miss, Spill, State
+from nestpipe.serve.trigger import Reason
 
 
 class Instance:
@@ -33,26 +32,16 @@ class Instance:
 
     def __init__(self, settings: Settings, costs: Costs | None = None, *, model: str = "") -> None:
         self.settings, self.costs = settings, costs or Costs.guess()
-        self.cache = Cache(
-            device_bytes=settings.device_bytes,
-            host_bytes=settings.host_bytes,
-            model=model,
-            spill_at=settings.spill_at,
-        )
-        self.trigger = Trigger(settings.bounds, device_bytes=settings.device_bytes, always=not settings.trigger)
+        budgets = {"device_bytes": settings.device_bytes, "host_bytes": settings.host_bytes}
+        self.cache = Cache(**budgets, model=model, spill_at=settings.spill_at)
+        self.copies = Copies(self.cache, self.costs.copy)
+        self.signals = Signals(settings, self.costs, self.cache, self.copies)
+        self.trigger = self.signals.trigger
         self.queue: Queue[Request] = Queue(settings.batching, self.costs.ranking)
         self.sources: collections.Counter[Source] = collections.Counter()
-        self.rejected = self.failed = self.expired = 0
-        self.gap, self.delay = (
-            settings.gap,
-            0.0,
-        )  # seconds from a signal to its ranking; and in the queue: running means
+        self.rejected = self.failed = 0
+        self.delay = 0.0  # seconds in the queue, a running mean
         self.running: Compute | Rank | None = None
-        self.copying: Load | Spill | None = None
-        self._prefixes: dict[Key, tuple[Compute, float]] = {}  # to compute, and when it should be done
-        self._loads: collections.deque[Load] = collections.deque()
-        self._leases: dict[Hashable, Lease] = {}
-        self._lease_ends: collections.deque[Lease] = collections.deque()
         self._waiting: set[Request] = set()  # for a prefix
         self._give_ups: list[tuple[float, int, Request]] = []  # of these, and of some that no longer wait
         self._number = itertools.count()
@@ -65,8 +54,9 @@ class Instance:
     ) -> tuple[Reason, list[Action]]:
         """A ranking of this user will come soon: the history as it is now, and how many candidates are usual."""
         actions = self._expire(now)
-        reason = self._signal(now, user, history, tokens, candidates, actions)
+        reason, news = self.signals.admit(now, user, history, tokens, candidates, delay=self.delay)
         self.trigger.count(reason)
+        self._tell(now, news, actions)
         return reason, self._next(now, actions)
 
     def request(
@@ -86,38 +76,34 @@ class Instance:
         request = Request(id, user, history, tokens, candidates, now, due - settings.overhead, self.cache.model)
         actions = self._expire(now)
         if len(self.queue) + len(self._waiting) >= settings.max_queue:
-            self.rejected += 1
-            return self._next(now, [*actions, Reject(request, late=False)])
-        lease = self._leases.pop(user, None)
-        if lease:
-            self.gap += PACE * (now - lease.since - self.gap)
+            late = self.queue.drop_late()  # of no use to anyone; this one may still be in time
+            self._reject(now, late or request, actions)
+            if late is None:
+                return self._next(now, actions)
+        lease = self.signals.take(now, user)
         self._find_prefix(now, request, lease, actions)
         if lease:
-            self._let_go(lease, actions)
+            self._tell(now, self.signals.let_go(lease), actions)
         return self._next(now, actions)
 
     def done(
-        self, now: float, action: Compute | Rank | Load | Spill, *, seconds: float | None = None, well: bool = True
+        self, now: float, action: Compute | Rank | Load | Spill, *, seconds: float, well: bool = True
     ) -> list[Action]:
-        """This work has ended; it took so long, if that is known. Not well: it failed, and has left nothing behind."""
+        """This work has ended, and took so long. Not well: it failed, and has left nothing behind."""
         actions = self._expire(now)
-        if isinstance(action, Rank):
-            assert action is self.running
-            self._ranked(now, action, seconds, well, actions)
-            self.running = None
+        if isinstance(action, Load | Spill):
+            self._tell(now, self.copies.end(action, seconds, well=well), actions)
             return self._next(now, actions)
-        if isinstance(action, Compute):
-            assert action is self.running
-            self.running = None
-            law, work, arrived = self.costs.prefix, prefix_work(action.key.tokens), self.cache.computed
+        assert action is self.running, f"{action} is not what is being computed"
+        self.running = None
+        if isinstance(action, Rank):
+            self._ranked(now, action, seconds, well, actions)
+        elif well:
+            self.costs.prefix.observe(prefix_work(action.key.tokens), seconds)
+            self.trigger.computed(now)
+            self._tell(now, self.cache.computed(action.key, seconds), actions)
         else:
-            assert action is self.copying
-            self.copying = None
-            law, work = self.costs.copy, copy_work(action.size)
-            arrived = self.cache.loaded if isinstance(action, Load) else self.cache.spilled
-        if well and seconds is not None:
-            law.observe(work, seconds)
-        self._tell(now, arrived(action.key) if well else self.cache.failed(action.key), actions)
+            self._tell(now, self.cache.failed(action.key), actions)
         return self._next(now, actions)
 
     def wake(self, now: float) -> list[Action]:
@@ -127,15 +113,11 @@ class Instance:
     def next_wakeup(self) -> float:
         """When to call `wake`, at the latest; infinity if only events matter."""
         give_up = self._give_ups[0][0] if self._give_ups else math.inf
-        while self._lease_ends and self._lease_ends[0].until == -math.inf:
-            self._lease_ends.popleft()
-        lease = self._lease_ends[0].until if self._lease_ends else math.inf
-        return min(give_up, lease, self._look_again if self.running is None else math.inf)
+        return min(give_up, self.signals.next_end(), self._look_again if self.running is None else math.inf)
 
     def switch(self, now: float, model: str) -> list[Action]:
-        """From now on another version of weights and rows. Whoever holds a prefix of the old one is still ranked with the old one;
-        everything else is ranked with the new one. So the caller keeps the old one until no Rank.model names it: when `versions`
-        no longer has it."""
+        """From now on another version of weights and rows. Whoever holds a prefix of the old one is still ranked with the old
+        one, everything else with the new one; so the caller keeps the old one until `versions()` no longer has it."""
         actions = self._expire(now)
         for request in [*self.queue, *self._waiting]:
             request.model = model
@@ -147,113 +129,19 @@ class Instance:
         """Ranking requests that wait for a prefix under way."""
         return len(self._waiting)
 
-    def expected(self, user: Hashable) -> Key | None:
-        """The prefix that is kept, or under way, for the ranking that the user's last signal announced."""
-        lease = self._leases.get(user)
-        return lease.key if lease else None
-
     def versions(self) -> set[str]:
         """Of all that may still be computed."""
-        running = self.running.requests if isinstance(self.running, Rank) else []
-        keys = [self.running.key] if isinstance(self.running, Compute) else []
-        keys += [*self._prefixes, *(lease.key for lease in self._leases.values())]
-        waiting = [request.key for request in self._waiting if request.key]
-        return (
-            {self.cache.model} | {key.model for key in [*keys, *waiting]} | {r.version for r in [*running, *self.queue]}
-        )
-
-    # -- signals -------------------------------------------------------------------------------------------------------
-
-    def _signal(
-        self, now: float, user: Hashable, history: int, tokens: int, candidates: int, actions: list[Action]
-    ) -> Reason:
-        settings, costs = self.settings, self.costs
-        if not settings.relay or not tokens:
-            return Reason.OFF
-        cached = self._usable(user, history, tokens)
-        if cached is not None and tokens - cached.tokens > settings.max_tail:
-            cached = None
-        key = cached or Key(user, history, tokens, self.cache.model)
-        size = key.tokens * settings.bytes_per_token
-        compute_seconds = costs.prefix.seconds(prefix_work(key.tokens))
-        load_seconds = self._load_seconds(size)
-        state = self.cache.state(key)
-        if state is State.ABSENT or (state is State.HOST and load_seconds >= compute_seconds):
-            reason = self.trigger.decide(
-                now,
-                full_seconds=costs.full_pass(tokens, candidates),
-                budget=settings.slo - settings.overhead - self.delay,
-                prefix_seconds=compute_seconds,
-                prefix_bytes=size,
-            )
-            if reason is not Reason.ADMITTED:
-                return reason
-        lease = Lease(user, key, now, now + settings.lease)
-        *drops, verdict = self.cache.claim(
-            key,
-            lease,
-            size=size,
-            compute=True,
-            compute_seconds=compute_seconds,
-            load_seconds=load_seconds,
-            ranking=False,
-        )
-        self._tell(now, drops, actions)
-        if isinstance(verdict, Miss):
-            return REFUSED[verdict.why]
-        before = self._leases.pop(user, None)
-        self._leases[user] = lease
-        self._lease_ends.append(lease)
-        if before:
-            self._let_go(before, actions)
-        match verdict:
-            case Hit():
-                lease.held = True
-                return Reason.ON_DEVICE
-            case Load():
-                self.trigger.began(now, prefix_seconds=0.0, prefix_bytes=size)
-                self._loads.append(verdict)
-                return Reason.LOADED
-            case Compute():
-                self.trigger.began(now, prefix_seconds=compute_seconds, prefix_bytes=size)
-                self._prefixes[key] = verdict, now + self.gap
-                return Reason.ADMITTED
-        return Reason.UNDER_WAY
-
-    def _usable(self, user: Hashable, history: int, tokens: int) -> Key | None:
-        """The best of the user's prefixes for a history of so many items: one that can be read now, and of these the longest."""
-        fits = [
-            (state in READABLE, key.tokens, key)
-            for key, state in self.cache.of_user(user)
-            if key.history == history and key.tokens <= tokens and key.model == self.cache.model
-        ]
-        return max(fits)[2] if fits else None
-
-    def _load_seconds(self, size: int) -> float:
-        """With the copies that are before it."""
-        copies = [action.size for action in (self.copying, *self._loads) if action]
-        return sum(self.costs.copy.seconds(copy_work(num_bytes)) for num_bytes in [size, *copies])
-
-    def _let_go(self, lease: Lease, actions: list[Action]) -> None:
-        if lease.held:
-            self._tell(lease.until, self.cache.release(lease.key), actions)
-        else:
-            self.cache.leave(lease.key, lease)
-            self._cancel_unwanted(lease.key)
-        lease.until = -math.inf
-
-    def _cancel_unwanted(self, key: Key) -> None:
-        """A computation or load that has not begun, and that nobody waits for any more."""
-        if self.cache.waiters(key):
-            return
-        if self._prefixes.pop(key, None):
-            self.cache.failed(key, cancelled=True)
+        requests = [*self.queue, *self._waiting]
+        if isinstance(self.running, Rank):
+            requests += self.running.requests
+        computing = {self.running.key.model} if isinstance(self.running, Compute) else set()
+        return {self.cache.model, *computing, *self.signals.versions(), *(request.version for request in requests)}
 
     # -- rankings ------------------------------------------------------------------------------------------------------
 
     def _find_prefix(self, now: float, request: Request, lease: Lease | None, actions: list[Action]) -> None:
         """Queues the request, behind its prefix or for a full pass; or lets it wait."""
-        key = self._usable(request.user, request.history, request.tokens)
+        key = self.signals.usable(request.user, request.history, request.tokens)
         if lease and lease.key.history == request.history and lease.key.tokens <= request.tokens:
             key = lease.key if key is None or key.tokens <= lease.key.tokens else key
         if key is None or not self.settings.relay:
@@ -262,14 +150,13 @@ class Instance:
         full = ranking_work(0, request.tokens, request.candidates)
         rank = ranking_work(key.tokens, request.tokens - key.tokens, request.candidates)
         size = key.tokens * self.settings.bytes_per_token
-        load_seconds = self._load_seconds(size)
         *drops, verdict = self.cache.claim(
             key,
             request,
             size=size,
             compute=False,
             compute_seconds=law.seconds(full) - law.seconds(rank),
-            load_seconds=load_seconds,
+            load_seconds=self.copies.seconds(size),
         )
         self._tell(now, drops, actions)
         if isinstance(verdict, Miss):
@@ -279,7 +166,7 @@ class Instance:
             return self._enqueue(now, request, Source.DEVICE)
         request.source = Source.WAITED
         if isinstance(verdict, Load):
-            self._loads.append(verdict)
+            self.copies.add(verdict)
         if self.cache.state(key) is State.LOADING:
             request.source = Source.LOADED
         # It waits as long as a full pass can still be in time; where none could be, as long as the ranking can be.
@@ -289,8 +176,7 @@ class Instance:
         request.give_up = min(now + self.settings.wait, latest if latest > now else math.inf)
         self._waiting.add(request)
         heapq.heappush(self._give_ups, (request.give_up, next(self._number), request))
-        if pending := self._prefixes.get(key):
-            self._prefixes[key] = pending[0], min(pending[1], request.give_up)
+        self.signals.hasten(key, request.give_up)
 
     def _full_pass(self, now: float, request: Request, source: Source) -> None:
         request.key = None
@@ -302,8 +188,8 @@ class Instance:
         self._waiting.discard(request)
         self.queue.add(now, request)
 
-    def _ranked(self, now: float, rank: Rank, seconds: float | None, well: bool, actions: list[Action]) -> None:
-        if well and seconds is not None:
+    def _ranked(self, now: float, rank: Rank, seconds: float, well: bool, actions: list[Action]) -> None:
+        if well:
             self.costs.ranking.observe(together(request.work for request in rank.requests), seconds)
         for request in rank.requests:
             key = request.key
@@ -312,7 +198,7 @@ class Instance:
             if well:
                 self.sources[request.source] += 1
                 if request.source in RELAYED:
-                    self.trigger.resided(now - request.arrival + self.gap)
+                    self.trigger.used(now, resided=now - request.arrival + self.signals.gap)
                 continue
             # Which of them it was is not known: prefixes are not used again, and each is tried once more alone, in full.
             if key is not None:
@@ -329,7 +215,7 @@ class Instance:
     def _tell(self, now: float, news: Iterable[states.Action], actions: list[Action]) -> None:
         """What the cache says, to those it concerns."""
         for item in news:
-            if isinstance(item, Drop):
+            if isinstance(item, Drop | Load | Spill):
                 actions.append(item)
             elif isinstance(item, Hit) and isinstance(item.who, Request):
                 self._enqueue(now, item.who, item.who.source)
@@ -338,8 +224,7 @@ class Instance:
             elif isinstance(item, Miss) and isinstance(item.who, Request):
                 self._full_pass(now, item.who, Source.UNUSABLE)
             elif isinstance(item, Miss) and isinstance(item.who, Lease):
-                self._leases.pop(item.who.user, None)
-                item.who.until = -math.inf
+                self.signals.lose(item.who)
 
     def _expire(self, now: float) -> list[Action]:
         """Rankings that have waited long enough do the full pass; leases whose ranking has not come end."""
@@ -350,61 +235,69 @@ class Instance:
                 key = request.key
                 assert key is not None
                 self.cache.leave(key, request)
-                self._cancel_unwanted(key)
+                self.signals.cancel_unwanted(key)
                 self._full_pass(now, request, Source.GAVE_UP)
-        while self._lease_ends and self._lease_ends[0].until <= now:
-            lease = self._lease_ends.popleft()
-            if lease.until > -math.inf:
-                self.expired += 1
-                self._leases.pop(lease.user, None)
-                self._let_go(lease, actions)
+        self._tell(now, self.signals.expire(now), actions)
         return actions
 
     def _next(self, now: float, actions: list[Action]) -> list[Action]:
         """Work for lanes that are free."""
         if self.running is None:
             self._compute(now, actions)
-        if self.copying is None:
-            if self._loads:
-                self.copying = self._loads.popleft()
-                actions.append(self.copying)
-            else:
-                for action in self.cache.spill():
-                    assert isinstance(action, Drop | Spill)
-                    actions.append(action)
-                    self.copying = action if isinstance(action, Spill) else None
+        self._tell(now, self.copies.begin(), actions)
         return actions
 
     def _compute(self, now: float, actions: list[Action]) -> None:
-        """The prefix that is due first, if it has to start before the first ranking and does not make that one late; else rankings;
-        if these are kept for others to join them, a prefix that is done by then."""
-        self._look_again = math.inf
-        key, compute, start_by, end = self._first_prefix(now)
-        if compute is None or end > self.queue.start_by or start_by >= self.queue.start_by:
+        """Rankings, or the prefix that is due first: whichever has to start first. A prefix also if rankings are kept for others
+        to join them, and it is done by then.
+
+        The prefix goes first even if it makes a ranking late: the trigger has bounded what prefixes take, and an overloaded
+        instance that never got to compute one would do full passes, and stay overloaded.
+        """
+        self._look_again = end = math.inf
+        first = self.signals.first()
+        if first:
+            seconds = self.costs.prefix.high(prefix_work(first[0].key.tokens))
+            end, start_by = now + seconds, first[1] - seconds
+        if not first or start_by >= self.queue.start_by:
             taken = self.queue.take(now)
-            for request in taken.shed:
-                self.rejected += 1
-                if request.key:
-                    self._tell(now, self.cache.release(request.key), actions)
-                actions.append(Reject(request, late=True))
+            for request in taken.late:
+                self._let_wait(now, request, actions)
             if taken.run:
                 for request in taken.run:
-                    self.delay += PACE * (now - request.ready - self.delay)
+                    self._readmit(now, request)
+                    # A late one waits for others to go first; that says nothing about the next one's wait.
+                    self.delay += PACE * (max(0.0, min(now, request.start_by) - request.ready) - self.delay)
+                assert len({request.version for request in taken.run}) == 1, "one batch, two models"
                 self.running = Rank(taken.run)
                 actions.append(self.running)
                 return
             self._look_again = taken.look_again
-            if end > taken.look_again:
-                return
-        if compute is not None:
-            del self._prefixes[key]
-            self.running = compute
-            actions.append(compute)
+        if first and end <= self._look_again:
+            self.signals.begin(first[0].key)
+            self.running = first[0]
+            actions.append(first[0])
 
-    def _first_prefix(self, now: float) -> tuple[Key, Compute | None, float, float]:
-        """Of the prefixes to compute the one due first; when it has to start, and when it would be done if it started now."""
-        if not self._prefixes:
-            return Key(0, 0, 0, ""), None, math.inf, math.inf
-        compute, due = min(self._prefixes.values(), key=lambda pending: pending[1])
-        seconds = self.costs.prefix.high(prefix_work(compute.key.tokens))
-        return compute.key, compute, due - seconds, now + seconds
+    def _let_wait(self, now: float, request: Request, actions: list[Action]) -> None:
+        """It is late, and runs when nothing else does, or never: until then it holds no prefix that others could use."""
+        if self.settings.batching.shed:
+            self._reject(now, request, actions)
+        elif request.key:
+            self._tell(now, self.cache.release(request.key), actions)
+            request.key, request.source = None, Source.GAVE_UP
+            request.work = ranking_work(0, request.tokens, request.candidates)
+
+    def _readmit(self, now: float, request: Request) -> None:
+        """One that was late gets its prefix again if it is still there."""
+        if request.source is Source.GAVE_UP and request.start_by < now and self.settings.relay and not request.failures:
+            key = self.signals.usable(request.user, request.history, request.tokens)
+            if key and self.cache.state(key) in READABLE and request.model == key.model:
+                self.cache.claim(key, request, size=0, compute=False)
+                request.key, request.source = key, Source.DEVICE
+                request.work = ranking_work(key.tokens, request.tokens - key.tokens, request.candidates)
+
+    def _reject(self, now: float, request: Request, actions: list[Action]) -> None:
+        self.rejected += 1
+        if request.key:
+            self._tell(now, self.cache.release(request.key), actions)
+        actions.append(Reject(request, late=request.start_by < now))

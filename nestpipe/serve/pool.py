@@ -30,9 +30,11 @@ from nestpipe.serve.states import (
 class Counters:
     """What has happened since the beginning.
 
-    hits, waits, loads, misses: what claims came to. computations: asked for; cancelled: of these, not begun. device_drops, host_drops: to make room. lost: of the
-    former, those of which there was no copy on the host. superseded: dropped because there was a newer one. failed: of whatever
-    kind. wasted: computed, and gone without a ranking having used it; wasted_tokens: their length.
+    hits, waits, loads, misses: what claims came to. computations: asked for; cancelled: of these, not begun. failed:
+    computations, loads and spills. device_drops, host_drops: to make room; lost: of the former, those of which there was no copy
+    on the host.
+    superseded: given up because there was a newer one. wasted: computed, and gone without a ranking having used them;
+    wasted_seconds: what these had taken.
     """
 
     hits: int = 0
@@ -48,13 +50,13 @@ class Counters:
     lost: int = 0
     superseded: int = 0
     wasted: int = 0
-    wasted_tokens: int = 0
+    wasted_seconds: float = 0.0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Entry:
     """waiters: who asked while it was under way, and whether for a ranking. used: by a ranking. superseded: dropped as soon as
-    nobody reads it."""
+    nobody reads it. unspillable: a copy to the host has failed, and is not tried again. seconds: that its computation took."""
 
     key: Key
     size: int
@@ -63,6 +65,8 @@ class Entry:
     waiters: dict[Hashable, bool] = dataclasses.field(default_factory=dict)
     used: bool = False
     superseded: bool = False
+    unspillable: bool = False
+    seconds: float = 0.0
 
 
 class Pool:
@@ -70,7 +74,7 @@ class Pool:
 
     def __init__(self, *, device_bytes: int, host_bytes: int, spills: int) -> None:
         if device_bytes < 0 or host_bytes < 0:
-            raise ValueError(f"budgets of {device_bytes} and {host_bytes} bytes: give zero or more")
+            raise ValueError(f"device_bytes={device_bytes}, host_bytes={host_bytes}: give budgets of zero or more")
         if spills < 1:
             raise ValueError(
                 f"spills={spills}: give how many copies to the host may be under way at once, at least one"
@@ -110,7 +114,7 @@ class Pool:
         return [action for entry in victims for action in self.drop(entry, Place.DEVICE)]
 
     def host_room(self, size: int) -> list[Action] | None:
-        """As `device_room`. Copies of what is on the device as well are left alone: each would be the next to be spilled again."""
+        """As `device_room`. Copies of what is on the device too are left alone: they would be the next to be spilled again."""
         needed = self.host_used + size - self.host_bytes
         if needed > self._saved_bytes:
             return None
@@ -143,12 +147,12 @@ class Pool:
         if after is State.ABSENT:
             if before is not State.COMPUTING and not entry.used:
                 self.counters.wasted += 1
-                self.counters.wasted_tokens += key.tokens
+                self.counters.wasted_seconds += entry.seconds
             del self.entries[key], self.of_user[key.user][key]
             if not self.of_user[key.user]:
                 del self.of_user[key.user]
         self._enlist(self._idle, entry, after in READABLE and not entry.pins)
-        self._enlist(self.unsaved, entry, after is State.DEVICE and not entry.pins and not entry.superseded)
+        self._enlist(self.unsaved, entry, self._spillable(entry))
         self._enlist(self._saved, entry, after is State.HOST)
 
     def pin(self, entry: Entry, count: int = 1) -> None:
@@ -156,11 +160,15 @@ class Pool:
         entry.pins += count
         self._idle_bytes += entry.size * self._droppable(entry)
         self._enlist(self._idle, entry, entry.state in READABLE and not entry.pins)
-        self._enlist(self.unsaved, entry, entry.state is State.DEVICE and not entry.pins and not entry.superseded)
+        self._enlist(self.unsaved, entry, self._spillable(entry))
 
     @staticmethod
     def _droppable(entry: Entry) -> bool:
         return not entry.pins and entry.state in (State.DEVICE, State.BOTH)
+
+    @staticmethod
+    def _spillable(entry: Entry) -> bool:
+        return entry.state is State.DEVICE and not (entry.pins or entry.superseded or entry.unspillable)
 
     @staticmethod
     def _enlist(queue: collections.OrderedDict[Key, Entry], entry: Entry, belongs: bool) -> None:
@@ -186,6 +194,6 @@ class Pool:
             assert entry.state is not State.ABSENT and entry.pins >= 0
             assert not entry.pins or entry.state in READABLE, f"{entry.key} is read, yet {entry.state.value}"
             assert not entry.waiters or entry.state in UNDER_WAY, f"{entry.key} is waited for, yet {entry.state.value}"
-            unsaved = entry.state is State.DEVICE and not entry.pins and not entry.superseded
-            assert (entry.key in self.unsaved) == unsaved, f"{entry.key} may be spilled: {unsaved}"
+            spillable = self._spillable(entry)
+            assert (entry.key in self.unsaved) == spillable, f"{entry.key} may be spilled: {spillable}"
             assert not self._droppable(entry) or not entry.superseded, f"{entry.key} is superseded, yet still there"

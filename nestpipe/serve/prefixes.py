@@ -43,9 +43,13 @@ class Prefixes:
                 versions.setdefault(key.history, []).append(key)
         for version in sorted(versions, reverse=True):
             keys = versions[version]
-            if all(self._origins[key].digest == digest(*first(key.tokens, history, times)) for key in keys):
+            if all(self.is_of(key, history, times) for key in keys):
                 return version, frozenset(keys), False
         return next(self._versions), frozenset(), bool(versions)
+
+    def is_of(self, key: Key, history: np.ndarray, times: np.ndarray | None) -> bool:
+        """Whether the prefix is of the first of these items."""
+        return self._origins[key].digest == digest(*first(key.tokens, history, times))
 
     def expect(self, key: Key, history: np.ndarray, times: np.ndarray | None) -> None:
         """This prefix is going to be computed, of the first of these items."""

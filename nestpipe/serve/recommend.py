@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Jagged
-from nestpipe.serve.rows import BLOCK, TableRows
+from nestpipe.serve import rows
+from nestpipe.serve.rows import TableRows
 
 
 class Recommended(NamedTuple):
@@ -60,7 +61,7 @@ def _blocks(table: TableRows, candidates: np.ndarray | None) -> Iterator[np.ndar
     every = np.unique(candidates)
     if len(every) < len(candidates):
         raise ValueError("recommend: a candidate is given more than once; make them unique")
-    yield from (every[start : start + BLOCK] for start in range(0, len(every), BLOCK))
+    yield from (every[start : start + rows.BLOCK] for start in range(0, len(every), rows.BLOCK))
 
 
 def _leave_out(scores_BN: Tensor, keys: np.ndarray, seen: Jagged) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Hashable
+from typing import Any
 
 from nestpipe.serve.batching import Batching
 from nestpipe.serve.costs import Work
@@ -24,6 +25,7 @@ class Settings:
     gap: seconds from a signal to its ranking, until some have been measured.
     max_tail: a cached prefix that lacks more items than this is computed anew at the next signal.
     max_queue: ranking requests that wait; more are refused.
+    spill_at: share of the device budget beyond which prefixes are copied to the host ahead of need.
     relay: False: full passes only. trigger: False: every signal is admitted for which there is room.
     """
 
@@ -70,7 +72,7 @@ RELAYED = frozenset({Source.DEVICE, Source.WAITED, Source.LOADED})
 class Request:
     """A ranking request. key: of the prefix that it uses, or waits for; None: a full pass. give_up: when it no longer waits."""
 
-    id: Hashable
+    id: Any
     user: Hashable
     history: int
     tokens: int

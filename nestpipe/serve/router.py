@@ -32,8 +32,8 @@ class Member:
 
 @dataclasses.dataclass
 class Routed:
-    """How often: first: to the user's first choice. followed: a ranking to where its signal went. overloaded: passed on because an
-    instance had too much to do. saturated: to the first choice, since all had too much to do."""
+    """How many went where. first: to the user's first choice. followed: rankings, to where their signal went. overloaded: to a
+    later choice, since those before had too much to do. saturated: to the first choice, since all had too much to do."""
 
     first: int = 0
     followed: int = 0
@@ -68,8 +68,7 @@ class Router:
         """A new instance, or one that comes back."""
         if not 0 < weight < math.inf:
             raise ValueError(f"instance {name!r}: weight {weight} is not above zero")
-        if name in self.members:
-            self.lost(name)
+        self.lost(name)
         self.members[name] = Member(name, weight)
         self._changed()
 
@@ -79,7 +78,9 @@ class Router:
         self._changed()
 
     def lost(self, name: str) -> None:
-        """It is gone, with all it had."""
+        """It is gone, with all it had. Whoever notices may say so; the second time nothing happens."""
+        if name not in self.members:
+            return
         self._total_load -= self.members.pop(name).load
         for user in [user for user, (instance, _) in self._signals.items() if instance == name]:
             del self._signals[user]

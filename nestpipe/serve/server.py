@@ -33,6 +33,7 @@ log = logging.getLogger("nestpipe")
 class Serving:
     """What is served, where and how. device_memory, host_memory: bytes for prefixes, in each instance. threads: of each.
     relay, trigger, affinity: False switches one off: no prefixes; prefixes for all signals; requests to any instance.
+    reuse: prefixes also for users whose full pass is fast enough, where they save more time than they take.
     drain: seconds that requests in flight are given at the end. port 0: any that is free."""
 
     bundle: Path
@@ -45,6 +46,7 @@ class Serving:
     threads: int = 1
     relay: bool = True
     trigger: bool = True
+    reuse: bool = False
     affinity: bool = True
     prefix_dtype: str = "float32"
     allow_updates: bool = False
@@ -86,6 +88,7 @@ def serve(serving: Serving) -> None:
         "kind": "start",
         "bundle": str(serving.bundle.resolve()),
         "settings": serving.settings,
+        "reuse": serving.reuse,
         "prefix_dtype": serving.prefix_dtype,
         "threads": serving.threads,
     }
@@ -110,6 +113,7 @@ async def _serve(serving: Serving, options: dict[str, Any], bound: socket.socket
     about = {
         "relay": serving.relay,
         "trigger": serving.trigger,
+        "reuse": serving.reuse,
         "affinity": serving.affinity,
         "slo_ms": 1000 * serving.slo,
         "device_memory": serving.device_memory,
@@ -178,7 +182,9 @@ async def _say(serving: Serving, supervisor: Supervisor, bound: socket.socket) -
         )
     while not all(member.state in ("ready", "given up") for member in supervisor.members.values()):
         await asyncio.sleep(0.05)
-    info = next(member.info for member in supervisor.members.values() if member.info)
+    info = next((member.info for member in supervisor.members.values() if member.info), None)
+    if info is None:  # none was ever ready; the server leaves with the reason
+        return
     times = ', "times": [100, 160, 220], "now": 300' if info["uses_times"] else ""
     print(
         f"ready: {info['model']} version {info['version']} (step {info['step']}), histories of up to {info['max_length']} items"

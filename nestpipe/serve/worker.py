@@ -35,7 +35,7 @@ from nestpipe.serve.policy import Instance
 from nestpipe.serve.prefixes import Prefixes
 from nestpipe.serve.requests import Action, Fail, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.scoring import Part, Scorer, check_successor, to_device, to_host
-from nestpipe.serve.states import Compute, Drop, Key, Load, Spill
+from nestpipe.serve.states import Compute, Drop, Key, Load, Spill, State
 from nestpipe.serve.trigger import Reason
 
 __all__ = ["Ask", "Ranked", "Rejected", "Signal", "Worker"]
@@ -134,8 +134,8 @@ class Worker:
             reason, actions = self._policy.signal(
                 self._clock(), user=signal.user, history=version, tokens=length, candidates=candidates
             )
-            key = self._policy.expected(signal.user)
-            if reason is Reason.ADMITTED and key is not None:
+            key = self._policy.signals.expected(signal.user)
+            if key is not None and self._policy.cache.state(key) is State.COMPUTING:
                 self._prefixes.expect(key, signal.history, times)
             self._take(actions, todo)
         return reason
@@ -276,7 +276,7 @@ class Worker:
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
-        """What can fail in a request is dealt with inside; whatever comes out is a mistake of ours, and nobody is left waiting."""
+        """What can fail in a request is dealt with inside. Whatever comes out is a mistake of ours; nobody is left waiting."""
         try:
             if not self._ended:
                 work(*arguments)
@@ -319,7 +319,7 @@ class Worker:
                 to_device(books.host[action.key], self._scorer.device) if loads else to_host(books.device[action.key])
             )
         except Exception:
-            log.warning("a prefix of %d bytes could not be copied; rankings do without", action.size, exc_info=True)
+            log.warning("a prefix of %d bytes was not copied; rankings do without", action.size, exc_info=True)
         self._made(action, began, copy, books.device if loads else books.host)
 
     def _made(
@@ -364,12 +364,16 @@ class Worker:
 
     def _part(self, request: Request, asked: _Asked) -> Part:
         """A prefix of another history than the request's is not used, whatever the policy says."""
-        if request.key is None:
-            return Part(asked.ask)
-        if request.key in asked.matched:
-            return Part(asked.ask, self._prefixes.device[request.key])
+        ask, key = asked.ask, request.key
+        if key is None:
+            return Part(ask)
+        times = ask.times if self._scorer.uses_times else None
+        if key in asked.matched or self._prefixes.is_of(
+            key, ask.history, times
+        ):  # the latter if it came to be meanwhile
+            return Part(ask, self._prefixes.device[key])
         request.source, request.work = Source.UNUSABLE, ranking_work(0, request.tokens, request.candidates)
-        return Part(asked.ask)
+        return Part(ask)
 
     def _no_longer_busy(self, seconds: float) -> None:
         self._busy += seconds

@@ -132,7 +132,7 @@ def test_export_gives_the_rows_of_the_trainer(
 def test_export_of_more_rows_than_a_group_holds(
     saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nestpipe.checkpoint.commands.ROWS", 7)
+    monkeypatch.setattr("nestpipe.checkpoint.rows.ROWS", 7)
     for step in (FULL, CHANGES):
         assert run("checkpoint", "export", saved[0] / step, "plain", tmp_path / "rows.parquet") == 0
         rows = pq.read_table(tmp_path / "rows.parquet")

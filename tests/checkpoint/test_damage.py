@@ -23,9 +23,10 @@ from safetensors.numpy import save_file as save_arrays
 
 import nestpipe.checkpoint
 from nestpipe import Trainer
-from nestpipe.checkpoint import commands
 from nestpipe.checkpoint import manifest as manifests
 from nestpipe.checkpoint.manifest import Damaged
+from nestpipe.export import export_rows
+from nestpipe.sealed import checksum
 from tests.checkpoint.test_saving import contents, make_trainer, train
 from tests.cluster import Cluster
 
@@ -325,7 +326,7 @@ def test_a_base_of_another_run_under_the_right_name_is_refused(cluster: Cluster,
     with pytest.raises(Damaged, match="beside it is another one"):
         make_trainer().load(copy / CHANGES)
     with pytest.raises(Damaged, match="beside it is another one"):
-        commands.export(copy / CHANGES, "plain", tmp_path / "rows.parquet")
+        export_rows(copy / CHANGES, tmp_path / "rows.parquet", table="plain")
     assert not (tmp_path / "rows.parquet").exists()
 
 
@@ -336,7 +337,7 @@ def test_a_key_whose_row_is_nowhere_is_found_though_every_checksum_is_right(copy
     assert len(arrays["changed"]) < len(arrays["keys"])
     save_arrays({**arrays, "keys": np.append(arrays["keys"], [10**6, 10**6 + 1])}, path / name)
     values = json.loads((path / manifests.MANIFEST).read_text())
-    size, crc = manifests.checksum(path / name)
+    size, crc = checksum(path / name)
     values["files"][name] = {"bytes": size, "crc32": f"{crc:08x}"}
     rewrite(path, json.dumps(values).encode())
     (problem,) = manifests.problems(path)
@@ -346,7 +347,7 @@ def test_a_key_whose_row_is_nowhere_is_found_though_every_checksum_is_right(copy
         trainer.load(path)
     assert all(len(store) == 0 for store in trainer.stores), "nothing is loaded of it"
     with pytest.raises(Damaged, match="has no row for 2 of its keys"):
-        commands.export(path, "plain", tmp_path / "rows.parquet")
+        export_rows(path, tmp_path / "rows.parquet", table="plain")
 
 
 def test_full_checkpoints_of_the_format_before_are_read_and_incremental_ones_told_apart(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.kernels import reference
-from nestpipe.kernels.index import EMPTY, HashIndex
+from nestpipe.kernels.index import EMPTY, HashIndex, fewest_slots, find, place
 from tests.kernels.cases import EXTREMES, few, int64, key_with_hash
 
 # Keys whose hashes end in many ones live in the last slot of a table of any size, so that their run wraps around; a few
@@ -135,3 +135,21 @@ def test_a_large_random_history_equals_a_dict() -> None:
         checked.insert(rng.integers(0, 3000, 60).tolist())
         checked.delete(rng.integers(0, 3000, 60).tolist())
     checked.check(list(range(3000)))
+
+
+@given(st.sets(st.sampled_from(POOL), max_size=12), subsets)
+@few
+def test_slots_of_the_callers_own_are_found_in_as_a_dict_would(keys: set[int], asked: list[int]) -> None:
+    slots = np.full((fewest_slots(len(keys)), 2), EMPTY, np.int64)
+    assert len(keys) * 3 <= len(slots) * 2
+    place(slots, int64(list(keys)), 5)
+    expected = {key: 5 + number for number, key in enumerate(keys)}
+    assert find(slots, int64(asked)).tolist() == [expected.get(key, EMPTY) for key in asked]
+
+
+def test_a_key_that_is_placed_twice_is_named() -> None:
+    slots = np.full((16, 2), EMPTY, np.int64)
+    place(slots, int64([3, -8]), 7, step=0)
+    assert find(slots, int64([-8, 3])).tolist() == [7, 7]
+    with pytest.raises(ValueError, match="key -8 is there twice"):
+        place(slots, int64([1, -8]), 0)

@@ -91,3 +91,11 @@ def test_wrong_inputs_are_named():
         make_model(num_dense=0, features=["item"])
     with pytest.raises(ValueError, match="different names"):
         make_model(features=["item", "item"])
+
+
+def test_predict_needs_no_labels_and_gives_the_predictions_of_forward():
+    model = make_model()
+    batch, rows = make_batch(5)
+    expected = model(batch, rows).predictions
+    batch.labels = None
+    assert torch.equal(model.predict(batch, rows), expected)

@@ -1,0 +1,347 @@
+"""An instance's decisions: every request is answered once, whatever becomes of prefixes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from nestpipe.serve.batching import Batching
+from nestpipe.serve.costs import Costs, Law, copy_work, prefix_work, together
+from nestpipe.serve.policy import Instance
+from nestpipe.serve.requests import Action, Fail, Rank, Reject, Settings, Source
+from nestpipe.serve.states import Compute, Drop, Load, Place, Spill, State
+from nestpipe.serve.trigger import Reason
+
+SETTINGS = Settings(slo=0.1, overhead=0.0, device_bytes=10_000, bytes_per_token=1, wait=0.05, lease=1.0)
+LONG, SHORT = 2000, 20  # items: full passes of 0.2 s and 2 ms
+
+
+def costs() -> Costs:
+    laws = [Law(first, learns=False) for first in ((1e-5, 1e-4, 0, 0), (1e-5, 1e-4, 0, 0), (1e-5, 1e-7, 0, 0))]
+    for law in laws:
+        law.margin = 1.0
+    return Costs(*laws)
+
+
+def make(**differs: Any) -> Instance:
+    return Instance(Settings(**vars(SETTINGS) | differs), costs(), model="m")
+
+
+def signal(instance: Instance, now: float, user: int = 1, *, tokens: int = LONG, history: int = 0) -> Any:
+    return instance.signal(now, user=user, history=history, tokens=tokens, candidates=10)
+
+
+def request(instance: Instance, now: float, user: int = 1, *, tokens: int = LONG, history: int = 0, **rest: Any) -> Any:
+    return instance.request(now, id=user, user=user, history=history, tokens=tokens, candidates=10, **rest)
+
+
+def only(actions: list[Action], kind: type) -> Any:
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, f"one {kind.__name__} in {actions}"
+    return found[0]
+
+
+def relay(instance: Instance, now: float, user: int = 1, *, tokens: int = LONG) -> Rank:
+    """Signal, prefix, ranking request; the ranking has begun."""
+    reason, actions = signal(instance, now, user, tokens=tokens)
+    assert reason is Reason.ADMITTED
+    assert instance.done(now, only(actions, Compute), seconds=0.0) == []
+    return only(request(instance, now, user, tokens=tokens + 5), Rank)
+
+
+# -- signals and rankings ----------------------------------------------------------------------------------------------
+
+
+def test_a_long_history_is_computed_at_the_signal_and_ranked_behind_its_prefix() -> None:
+    instance = make()
+    rank = relay(instance, 0.0)
+    (ranked,) = rank.requests
+    assert ranked.key is not None and ranked.key.tokens == LONG and ranked.source is Source.DEVICE
+    assert ranked.work.tokens == 5 + 10
+    assert instance.done(0.01, rank, seconds=0.01) == []
+    assert instance.sources == {Source.DEVICE: 1}
+
+
+def test_a_short_history_is_ranked_in_full() -> None:
+    instance = make()
+    assert signal(instance, 0.0, tokens=SHORT) == (Reason.FAST_ENOUGH, [])
+    assert only(request(instance, 0.1, tokens=SHORT), Rank).requests[0].key is None
+
+
+def test_with_relay_off_nothing_is_ever_computed_ahead() -> None:
+    instance = make(relay=False)
+    assert signal(instance, 0.0) == (Reason.OFF, [])
+    assert only(request(instance, 0.1), Rank).requests[0].source is Source.FULL
+
+
+def test_a_second_visit_finds_the_prefix_of_the_first_and_more_items_are_its_tail() -> None:
+    instance = make(max_tail=100)
+    instance.done(0.01, relay(instance, 0.0), seconds=0.01)
+    assert signal(instance, 1.0, tokens=LONG + 50) == (Reason.ON_DEVICE, [])
+    assert only(request(instance, 1.1, tokens=LONG + 60), Rank).requests[0].work.tokens == 60 + 10
+
+
+def test_a_prefix_that_lacks_too_many_items_is_computed_anew_and_then_replaces_the_old_one() -> None:
+    instance = make(max_tail=100)
+    instance.done(0.01, relay(instance, 0.0), seconds=0.01)
+    reason, actions = signal(instance, 1.0, tokens=LONG + 101)
+    assert reason is Reason.ADMITTED
+    assert [action.place for action in instance.done(1.2, only(actions, Compute), seconds=0.2)] == [Place.DEVICE]
+    assert len(instance.cache) == 1
+
+
+def test_a_prefix_of_another_version_of_the_history_is_not_used() -> None:
+    instance = make()
+    signalled = only(signal(instance, 0.0, history=1)[1], Compute)
+    instance.done(0.0, signalled, seconds=0.0)
+    assert only(request(instance, 0.1, history=2), Rank).requests[0].key is None
+
+
+def test_a_prefix_longer_than_the_history_of_the_request_is_not_used() -> None:
+    instance = make()
+    instance.done(0.0, only(signal(instance, 0.0)[1], Compute), seconds=0.0)
+    assert only(request(instance, 0.1, tokens=LONG - 1), Rank).requests[0].key is None
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ranking_waits_for_a_prefix_under_way_and_uses_it() -> None:
+    instance = make()
+    compute = only(signal(instance, 0.0)[1], Compute)
+    assert request(instance, 0.02) == [] and instance.next_wakeup() == pytest.approx(0.07)
+    ranked = only(instance.done(0.05, compute, seconds=0.05), Rank).requests[0]
+    assert ranked.key == compute.key and ranked.source is Source.WAITED
+
+
+def test_a_ranking_that_has_waited_long_enough_does_the_full_pass() -> None:
+    instance = make()
+    compute = only(signal(instance, 0.0)[1], Compute)
+    request(instance, 0.02)
+    assert instance.wake(0.071) == []  # the lane still computes the prefix
+    (waiting,) = instance.queue
+    assert waiting.source is Source.GAVE_UP and waiting.key is None
+    assert only(instance.done(0.072, compute, seconds=0.072), Rank).requests == [waiting]
+    assert instance.next_wakeup() == float("inf")
+
+
+def test_a_computation_that_has_not_begun_is_cancelled_when_its_ranking_gives_up() -> None:
+    instance = make()
+    busy = only(request(instance, 0.0, user=9), Rank)
+    assert signal(instance, 0.0) == (Reason.ADMITTED, [])
+    request(instance, 0.01)
+    assert instance.cache.counters.cancelled == 0
+    instance.wake(0.061)
+    assert instance.cache.counters.cancelled == 1 and len(instance.cache) == 0
+    assert {type(action) for action in instance.done(0.2, busy, seconds=0.2)} == {Rank}
+
+
+def test_a_prefix_that_fails_means_a_full_pass_and_no_error() -> None:
+    instance = make()
+    compute = only(signal(instance, 0.0)[1], Compute)
+    request(instance, 0.02)
+    ranked = only(instance.done(0.05, compute, seconds=0.05, well=False), Rank).requests[0]
+    assert ranked.key is None and ranked.source is Source.UNUSABLE
+
+
+def test_a_signal_whose_ranking_never_comes_lets_its_prefix_go() -> None:
+    instance = make(device_bytes=LONG)
+    instance.done(0.0, only(signal(instance, 0.0)[1], Compute), seconds=0.5)
+    assert signal(instance, 0.5, user=2)[0] in (Reason.NO_ROOM, Reason.FOOTPRINT)
+    assert instance.next_wakeup() == 1.0
+    instance.wake(1.0)
+    assert instance.signals.expired == 1
+    for now in range(100):  # until the rates have faded
+        instance.wake(now)
+    reason, actions = signal(instance, 100.0, user=2)
+    assert reason is Reason.ADMITTED and only(actions, Drop).key.user == 1
+    assert instance.cache.wasted_seconds() == 0.5
+
+
+def test_a_prefix_on_the_host_is_loaded_at_the_signal() -> None:
+    instance = make(device_bytes=3000, host_bytes=10_000, spill_at=0.1, trigger=False)
+    rank = relay(instance, 0.0)
+    spill = only(instance.done(0.01, rank, seconds=0.01), Spill)
+    instance.done(0.02, spill, seconds=0.01)
+    compute = only(signal(instance, 1.0, user=2)[1], Compute)
+    instance.done(1.0, compute, seconds=0.0)
+    spill = only(instance.done(1.1, only(request(instance, 1.0, user=2), Rank), seconds=0.1), Spill)
+    instance.done(1.2, spill, seconds=0.1)
+    reason, actions = signal(instance, 2.0, user=1)
+    assert reason is Reason.LOADED
+    assert request(instance, 2.001) == []
+    ranked = only(instance.done(2.002, only(actions, Load), seconds=0.001), Rank).requests[0]
+    assert ranked.source is Source.LOADED and ranked.key is not None
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_fails_is_tried_again_one_by_one_in_full_and_its_prefixes_are_discarded() -> None:
+    instance = make(max_queue=10)
+    first = relay(instance, 0.0, user=1, tokens=1000)
+    request(instance, 0.0, user=2, tokens=SHORT)
+    actions = instance.done(0.01, first, seconds=0.01, well=False)
+    alone = only(actions, Rank)
+    assert only(actions, Drop).key.user == 1 and len(alone.requests) == 1
+    again = only(instance.done(0.02, alone, seconds=0.01), Rank)
+    assert {alone.requests[0].user, again.requests[0].user} == {1, 2}
+    assert instance.failed == 0
+
+
+def test_a_full_pass_that_fails_alone_is_an_error_for_that_request_only() -> None:
+    instance = make()
+    rank = only(request(instance, 0.0, tokens=SHORT), Rank)
+    assert only(instance.done(0.01, rank, seconds=0.01, well=False), Fail).request is rank.requests[0]
+    assert instance.failed == 1
+
+
+def test_a_full_queue_refuses_but_gives_up_late_ones_first() -> None:
+    instance = make(max_queue=2, batching=Batching(requests=1))
+    first = only(request(instance, 0.0, user=0, tokens=SHORT), Rank)
+    for user in (1, 2):
+        assert request(instance, 0.0, user=user, tokens=SHORT) == []
+    refused = only(request(instance, 0.0, user=3, tokens=SHORT), Reject)
+    assert refused.request.user == 3 and not refused.late
+    second = only(instance.done(0.2, first, seconds=0.2), Rank)
+    assert second.requests[0].user == 1  # late by now, as is the other
+    assert request(instance, 0.2, user=4, tokens=SHORT) == []
+    refused = only(request(instance, 0.2, user=5, tokens=SHORT), Reject)
+    assert refused.request.user == 2 and refused.late
+
+
+def test_with_shedding_a_request_that_cannot_be_in_time_is_turned_away_when_its_turn_comes() -> None:
+    instance = make(batching=Batching(shed=True))
+    rank = only(request(instance, 0.0, user=0, tokens=SHORT), Rank)
+    request(instance, 0.0, user=1, tokens=500)
+    rejected = only(instance.done(0.09, rank, seconds=0.09), Reject)
+    assert rejected.late and rejected.request.user == 1 and instance.rejected == 1
+
+
+def test_late_requests_hold_no_prefix_but_use_it_if_it_is_still_there() -> None:
+    instance = make()
+    busy = only(request(instance, 0.0, user=9, tokens=900), Rank)
+    compute_later = signal(instance, 0.0)
+    assert compute_later[0] is Reason.ADMITTED
+    compute = only(instance.done(0.09, busy, seconds=0.09), Compute)
+    request(instance, 0.1)
+    actions = instance.done(0.3, compute, seconds=0.2)
+    ranked = only(actions, Rank).requests[0]
+    assert ranked.key == compute.key and ranked.source is Source.DEVICE
+
+
+# -- another model -----------------------------------------------------------------------------------------------------
+
+
+def test_who_holds_a_prefix_of_the_old_model_is_ranked_with_it_and_all_others_with_the_new_one() -> None:
+    instance = make()
+    instance.done(0.0, only(signal(instance, 0.0)[1], Compute), seconds=0.0)
+    busy = only(request(instance, 0.0, user=8, tokens=SHORT), Rank)
+    request(instance, 0.0, user=9, tokens=SHORT)
+    instance.switch(0.001, "n")
+    assert instance.versions() == {"m", "n"}
+    request(instance, 0.001)
+    first = only(instance.done(0.002, busy, seconds=0.002), Rank)
+    second = only(instance.done(0.003, first, seconds=0.001), Rank)
+    models = {rank.requests[0].user: rank.model for rank in (first, second)}
+    assert models == {1: "m", 9: "n"}
+    instance.done(0.004, second, seconds=0.001)
+    assert instance.versions() == {"n"} and len(instance.cache) == 0
+    assert only(signal(instance, 1.0)[1], Compute).key.model == "n"
+
+
+# -- all of it at random -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_is_answered_once_whatever_fails_and_memory_stays_within_budget(seed: int) -> None:
+    draw = random.Random(seed)
+    instance = make(
+        device_bytes=draw.choice([2500, 6000]),
+        host_bytes=draw.choice([0, 9000]),
+        trigger=draw.random() < 0.7,
+        wait=draw.choice([0.0, 0.05]),
+        max_queue=draw.choice([5, 500]),
+        lease=0.3,
+        batching=Batching(requests=4, hold=draw.choice([0.0, 0.01]), shed=draw.random() < 0.5),
+    )
+    events: list[tuple[float, int, str, Any]] = []
+    number, ids = itertools.count(), itertools.count()
+    asked: set[int] = set()
+    answered: list[int] = []
+    memory: dict[Place, dict[Any, int]] = {place: {} for place in Place}
+    lengths = [int(draw.lognormvariate(5.5, 1.2)) + 1 for _ in range(12)]
+    history = [0] * 12
+
+    def push(time: float, kind: str, what: Any) -> None:
+        heapq.heappush(events, (time, next(number), kind, what))
+
+    def act(now: float, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Compute(key, size) | Load(key, size):
+                    law, work = (instance.costs.prefix, prefix_work(key.tokens))
+                    if isinstance(action, Load):
+                        assert key in memory[Place.HOST]
+                        law, work = instance.costs.copy, copy_work(size)
+                    memory[Place.DEVICE][key] = size
+                    push(now + law.seconds(work) * draw.lognormvariate(0, 0.5), "done", action)
+                case Spill(key, size):
+                    memory[Place.HOST][key] = size
+                    push(now + 0.01 * draw.random(), "done", action)
+                case Drop(key, place):
+                    del memory[place][key]
+                case Rank(requests):
+                    assert all(each.key is None or each.key in memory[Place.DEVICE] for each in requests)
+                    seconds = instance.costs.ranking.seconds(together(each.work for each in requests))
+                    push(now + seconds * draw.lognormvariate(0, 0.5), "done", action)
+                case Reject(refused) | Fail(refused):
+                    answered.append(refused.id)
+        assert sum(memory[Place.DEVICE].values()) <= instance.settings.device_bytes
+        assert sum(memory[Place.HOST].values()) <= instance.settings.host_bytes
+        instance.cache.pool.check()
+        if (wake := instance.next_wakeup()) < float("inf"):
+            push(wake, "wake", None)
+
+    for _ in range(400):
+        time, user = draw.uniform(0, 20), draw.randrange(12)
+        push(time, "signal", user)
+        if draw.random() < 0.9:
+            push(time + draw.expovariate(20), "request", user)
+    for time in (5.0, 12.0):
+        push(time, "switch", f"m{time}")
+    while events:
+        now, _, kind, what = heapq.heappop(events)
+        if kind == "wake":
+            if instance.next_wakeup() <= now:
+                act(now, instance.wake(now))
+        elif kind == "switch":
+            act(now, instance.switch(now, what))
+        elif kind == "signal":
+            history[what] += draw.random() < 0.1
+            act(now, instance.signal(now, user=what, history=history[what], tokens=lengths[what], candidates=10)[1])
+        elif kind == "request":
+            lengths[what] += draw.randrange(3)
+            asked.add(name := next(ids))
+            known = {"user": what, "history": history[what], "tokens": lengths[what], "candidates": 10}
+            act(now, instance.request(now, id=name, **known))
+        else:
+            well = draw.random() < 0.9
+            if isinstance(what, Rank):
+                answered += [each.id for each in what.requests if well]
+            elif not well:
+                del memory[Place.HOST if isinstance(what, Spill) else Place.DEVICE][what.key]
+            act(now, instance.done(now, what, seconds=0.01, well=well))
+    assert sorted(answered) == sorted(asked) and len(asked) > 300
+    assert len(instance.queue) == 0 and instance.running is None and instance.versions() == {"m12.0"}
+    assert not any(entry.pins or entry.state is State.COMPUTING for entry in instance.cache.pool.entries.values())
+
+
+@pytest.mark.parametrize("wrong", [{"overhead": 0.2}, {"wait": -1.0}, {"bytes_per_token": 0}, {"max_queue": 0}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        make(**wrong)
