@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import nestpipe
 from nestpipe.serve import api
 from nestpipe.serve.exposition import Metrics
 from nestpipe.serve.link import Lost, Refused
@@ -149,7 +148,7 @@ class Api:
         model = next((member.info for member in members if member.info), {})
         told = {name: value for name, value in model.items() if name not in ("kind", "id")}
         told["version"] = self.supervisor.version
-        own = {"nestpipe": nestpipe.__version__, "bundle": self.supervisor.options["bundle"], **told, **self.about}
+        own = {"bundle": self.supervisor.options["bundle"], **told, **self.about}
         return _json(api.dump({**own, "instances": instances}))
 
     async def metrics_text(self, request: Request) -> Response:

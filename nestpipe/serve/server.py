@@ -186,7 +186,9 @@ async def _say(serving: Serving, supervisor: Supervisor, bound: socket.socket) -
         )
     while not all(member.state in ("ready", "given up") for member in supervisor.members.values()):
         await asyncio.sleep(0.05)
-    info = next(member.info for member in supervisor.members.values() if member.info)
+    info = next((member.info for member in supervisor.members.values() if member.info), None)
+    if info is None:  # none was ever ready; the server leaves with the reason
+        return
     times = ', "times": [100, 160, 220], "now": 300' if info["uses_times"] else ""
     print(
         f"ready: {info['model']} version {info['version']} (step {info['step']}), histories of up to {info['max_length']} items"

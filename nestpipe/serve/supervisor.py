@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from nestpipe.serve.frames import Frame
 from nestpipe.serve.link import Link, Lost, Refused, ended
 from nestpipe.serve.router import Router
 
@@ -78,32 +80,30 @@ class Supervisor:
 
     async def signal(
         self, user: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray | None]
-    ) -> tuple[str, Any]:
+    ) -> tuple[str, Frame]:
         """Name of the instance, and its answer."""
-        return await self._sent(self._route(self.router.signal, user), header, arrays)
+        name, link = self._route(self.router.signal, user)
+        return name, await link.call(header, arrays)
 
     async def rank(
         self, user: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray | None]
-    ) -> tuple[str, Any]:
-        name = self._route(self.router.ranking, user)
+    ) -> tuple[str, Frame]:
+        """The same; it follows its signal."""
+        name, link = self._route(self.router.ranking, user)
         self.router.begin(name)
         try:
-            return await self._sent(name, header, arrays)
+            return name, await link.call(header, arrays)
         finally:
             self.router.done(name)
 
-    def _route(self, choose: Callable[[float, str], str], user: str) -> str:
-        if not self.router.members:
-            raise Lost("no instance is ready; send it again")
-        return choose(time.monotonic(), user) if self.affinity else random.choice(list(self.router.members))
-
-    async def _sent(
-        self, name: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray | None]
-    ) -> tuple[str, Any]:
-        link = self.members[name].link
-        if link is None:
-            raise Lost("the instance of this user is lost; send it again")
-        return name, await link.call(header, arrays)
+    def _route(self, choose: Callable[[float, str], str], user: str) -> tuple[str, Link]:
+        while self.router.members:
+            name = choose(time.monotonic(), user) if self.affinity else random.choice(list(self.router.members))
+            link = self.members[name].link
+            if link is not None and not link.gone.is_set():
+                return name, link
+            self.router.lost(name)  # it died this moment
+        raise Lost("no instance is ready; send it again")
 
     # -- lives ---------------------------------------------------------------------------------------------------------
 
@@ -126,19 +126,20 @@ class Supervisor:
             if in_a_row:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, self.patience.longest)
-            since = time.monotonic()
+            since = math.inf  # when it was ready, if it ever is
             try:
                 since = await self._live(member, died)
             except Refused as refused:
                 member.last_error = str(refused)
-                if (
-                    self.version is None
-                ):  # not even the first time: the bundle cannot be served, and the next try would say the same
+                if self.version is None:  # none ever was ready: the next try would say the same
                     self.refused = str(refused)
                     self._given_up(member)
                     return
             except Lost as lost:
                 member.last_error = str(lost)
+            except Exception as error:  # no process to be had, say
+                log.exception("instance %s could not be started, or not be watched", member.name)
+                member.last_error = f"{type(error).__name__}: {error}"
             finally:
                 if member.name in self.router.members:
                     self.router.lost(member.name)
@@ -158,7 +159,7 @@ class Supervisor:
         self._given_up(member)
 
     async def _live(self, member: Member, died: float) -> float:
-        """One life, until it ends in Lost or Refused."""
+        """One life, to its end; since when it was ready. Lost or Refused if it never was."""
         member.link = link = await Link.start(self.options, threads=self.options["threads"])
         try:
             member.info = await asyncio.wait_for(link.ready(), self.patience.start)
