@@ -130,7 +130,7 @@ def _server(sent: Sent, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             ) from None
         return
     tell(f"load: a server with {sent.instances} instance(s) starts")
-    flags = [] if sent.slo is None else ["--slo-ms", f"{1e3 * sent.slo:g}"]
+    flags = ["--reuse", *([] if sent.slo is None else ["--slo-ms", f"{1e3 * sent.slo:g}"])]
     with serving(sent.bundle, *flags, log=folder / "server.log", instances=sent.instances) as service:
         yield service.url, service.info()
 

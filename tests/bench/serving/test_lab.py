@@ -42,6 +42,14 @@ def test_a_point_is_measured_and_its_answers_are_right(small_lab: Lab, service: 
     assert goodput.x == [25.0] and goodput.lines[HOST.name] == [found.goodput]
 
 
+def test_contestants_get_the_same_visits_at_a_rate_which_is_really_that_rate(small_lab: Lab, service: Service) -> None:
+    load = dataclasses.replace(small_lab.conditions.load, rate=30.0)
+    one, other = (small_lab.order(service, load) for _ in range(2))
+    assert list(one.visits()) == list(other.visits()) and one.name != other.name
+    due = [visit for visit in one.visits() if visit.request >= one.warm_up]
+    assert abs(len(due) / one.seconds / 30.0 - 1) < 0.15  # of one second; a draw like any other is off by a third
+
+
 def test_a_wrong_score_is_seen() -> None:
     full = np.array([0.5, -1.0, 0.25], np.float32)
     assert difference([0.5, -1.0, 0.25], full) == 0
