@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
 from nestpipe.serve.api import Limits
 from nestpipe.serve.requests import Settings
 from nestpipe.serve.server import Serving
+from nestpipe.serve.trigger import Bounds
 from nestpipe.sizes import num_bytes
 
 HEALTH_PERIOD = (
@@ -101,6 +102,7 @@ def build_app(
     about = {
         "relay": settings.relay,
         "trigger": settings.trigger,
+        "reuse": settings.bounds.reuse,
         "affinity": True,
         "slo_ms": 1000 * settings.slo,
         "device_memory": settings.device_bytes,
@@ -130,7 +132,7 @@ def app(options: dict[str, Any]) -> Application:
     serving = Serving(**{field: given.pop(name) for name, field in SERVING.items() if name in given}, limits=limits)
     return build_app(
         serving.bundle,
-        Settings(**serving.settings),
+        Settings(**serving.settings, bounds=Bounds(reuse=serving.reuse)),
         prefix_dtype=serving.prefix_dtype,
         threads=serving.threads,
         limits=serving.limits,
@@ -163,7 +165,17 @@ def _seconds(value: Any) -> float:
 # Options of `app` that are fields of Serving, and of Limits; the others are arguments of build_app.
 SERVING = {"slo_ms": "slo"} | {
     name: name
-    for name in ("bundle", "device_memory", "host_memory", "threads", "relay", "trigger", "prefix_dtype", "drain")
+    for name in (
+        "bundle",
+        "device_memory",
+        "host_memory",
+        "threads",
+        "relay",
+        "trigger",
+        "reuse",
+        "prefix_dtype",
+        "drain",
+    )
 }
 LIMITS = {"max_request": "body", "max_history": "history", "max_candidates": "candidates"}
 OPTIONS: Mapping[str, Callable[[Any], Any]] = {
@@ -177,6 +189,7 @@ OPTIONS: Mapping[str, Callable[[Any], Any]] = {
     "host_memory": lambda value: num_bytes(value, least=0),
     "relay": _switch,
     "trigger": _switch,
+    "reuse": _switch,
     "prefix_dtype": _dtype,
     "max_ongoing_requests": int,
     "max_request": num_bytes,
