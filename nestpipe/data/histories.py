@@ -154,6 +154,7 @@ class HistoryDataset:
             labels=None if split == "train" else torch.from_numpy(store.items[ends]),
         )
 
+
     def _lists(
         self,
         users: np.ndarray,

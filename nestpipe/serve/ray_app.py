@@ -71,25 +71,24 @@ def build_app(
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count}: give at least 1")
-    leaving = {"graceful_shutdown_timeout_s": drain, "graceful_shutdown_wait_loop_s": 0.2}
-    quiet = {"enable_access_log": False}  # two lines for each request otherwise
+    leaving: dict[str, Any] = {"graceful_shutdown_timeout_s": drain, "graceful_shutdown_wait_loop_s": 0.2}
+    quiet: dict[str, Any] = {"enable_access_log": False}  # two lines for each request otherwise
+    by_user: dict[str, Any] = {"request_router_class": ConsistentHashRouter}
     ranker = serve.deployment(
-        Ranker,
         name="Ranker",
         num_replicas=replicas,
         ray_actor_options={"num_cpus": threads},
         user_config={"deltas": [str(Path(delta).resolve()) for delta in deltas]},
         max_ongoing_requests=max_ongoing_requests,
         max_queued_requests=settings.max_queue,
-        request_router_config=RequestRouterConfig(request_router_class=ConsistentHashRouter),
+        request_router_config=RequestRouterConfig(**by_user),
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=HEALTH_TIMEOUT,
         max_constructor_retry_count=3,
         logging_config=quiet,
         **leaving,
-    )
+    )(Ranker)
     front = serve.deployment(
-        serve.ingress()(Front),
         name="Front",
         num_replicas=fronts,
         ray_actor_options={"num_cpus": 0},  # so that a cluster of N CPUs has room for N Rankers
@@ -98,7 +97,7 @@ def build_app(
         health_check_timeout_s=HEALTH_TIMEOUT,
         logging_config=quiet,
         **leaving,
-    )
+    )(serve.ingress()(Front))
     about = {
         "relay": settings.relay,
         "trigger": settings.trigger,

@@ -254,8 +254,15 @@ def test_options_may_be_text_and_are_those_of_nestpipe_serve(
 ) -> None:
     built: dict[str, Any] = {}
     monkeypatch.setattr(ray_app, "build_app", lambda bundle, settings, **rest: built.update(rest, settings=settings))
-    ray_app.app({"bundle": str(bundles[0]), "replicas": "3", "slo_ms": "50", "host_memory": "2GB", "relay": "false", "reuse": "yes",
-                 "max_history": 100})  # fmt: skip
+    given = {
+        "replicas": "3",
+        "slo_ms": "50",
+        "host_memory": "2GB",
+        "relay": "false",
+        "reuse": "yes",
+        "max_history": 100,
+    }
+    ray_app.app({"bundle": str(bundles[0]), **given})
     assert built["replicas"] == 3 and built["limits"].history == 100
     assert built["settings"] == Settings(
         slo=0.05, host_bytes=2 * 10**9, device_bytes=1 << 30, relay=False, bounds=Bounds(reuse=True)
