@@ -57,7 +57,7 @@ def build_app(
 
     bundle, deltas: folders that all machines see under the same path. deltas: of the bundle, in their order.
     settings: of each replica, as those of an instance.
-    replicas: of Ranker. fronts: replicas of Front, which reads and writes JSON: one for some thousand requests a second.
+    replicas: of Ranker. fronts: replicas of Front, which reads and writes JSON.
     threads: of each Ranker, and the CPUs that Ray reserves for it.
     max_ongoing_requests: that a Ranker has at once. More go to the next replicas on the ring, where they are full passes; when
         those are full too, up to `settings.max_queue` wait in each front, and further ones get 429.
