@@ -10,5 +10,5 @@ simulate them.
 `worker` carries it out, with threads: `messages` are what it is asked, `scoring` calls the model, `prefixes` are its books,
 `warming` its first calls, `counting` its figures. `server` is `nestpipe serve`: `app` speaks HTTP (`api`: its JSON,
 `exposition`: its metrics), `supervisor` keeps instances alive, each behind a `link` that speaks `frames` with the process in
-`instance`.
+`instance`. `ray_app` is the same as replicas of Ray Serve: `ray_front` speaks HTTP, `ray_ranker` is an instance.
 """

@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
 from nestpipe.serve.api import Limits
 from nestpipe.serve.requests import Settings
 from nestpipe.serve.server import Serving
+from nestpipe.serve.trigger import Bounds
 from nestpipe.sizes import num_bytes
 
 HEALTH_PERIOD = (
@@ -56,7 +57,7 @@ def build_app(
 
     bundle, deltas: folders that all machines see under the same path. deltas: of the bundle, in their order.
     settings: of each replica, as those of an instance.
-    replicas: of Ranker. fronts: replicas of Front, which reads and writes JSON: one for some thousand requests a second.
+    replicas: of Ranker. fronts: replicas of Front, which reads and writes JSON.
     threads: of each Ranker, and the CPUs that Ray reserves for it.
     max_ongoing_requests: that a Ranker has at once. More go to the next replicas on the ring, where they are full passes; when
         those are full too, up to `settings.max_queue` wait in each front, and further ones get 429.
@@ -70,25 +71,24 @@ def build_app(
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count}: give at least 1")
-    leaving = {"graceful_shutdown_timeout_s": drain, "graceful_shutdown_wait_loop_s": 0.2}
-    quiet = {"enable_access_log": False}  # two lines for each request otherwise
+    leaving: dict[str, Any] = {"graceful_shutdown_timeout_s": drain, "graceful_shutdown_wait_loop_s": 0.2}
+    quiet: dict[str, Any] = {"enable_access_log": False}  # two lines for each request otherwise
+    by_user: dict[str, Any] = {"request_router_class": ConsistentHashRouter}
     ranker = serve.deployment(
-        Ranker,
         name="Ranker",
         num_replicas=replicas,
         ray_actor_options={"num_cpus": threads},
         user_config={"deltas": [str(Path(delta).resolve()) for delta in deltas]},
         max_ongoing_requests=max_ongoing_requests,
         max_queued_requests=settings.max_queue,
-        request_router_config=RequestRouterConfig(request_router_class=ConsistentHashRouter),
+        request_router_config=RequestRouterConfig(**by_user),
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=HEALTH_TIMEOUT,
         max_constructor_retry_count=3,
         logging_config=quiet,
         **leaving,
-    )
+    )(Ranker)
     front = serve.deployment(
-        serve.ingress()(Front),
         name="Front",
         num_replicas=fronts,
         ray_actor_options={"num_cpus": 0},  # so that a cluster of N CPUs has room for N Rankers
@@ -97,10 +97,11 @@ def build_app(
         health_check_timeout_s=HEALTH_TIMEOUT,
         logging_config=quiet,
         **leaving,
-    )
+    )(serve.ingress()(Front))
     about = {
         "relay": settings.relay,
         "trigger": settings.trigger,
+        "reuse": settings.bounds.reuse,
         "affinity": True,
         "slo_ms": 1000 * settings.slo,
         "device_memory": settings.device_bytes,
@@ -130,7 +131,7 @@ def app(options: dict[str, Any]) -> Application:
     serving = Serving(**{field: given.pop(name) for name, field in SERVING.items() if name in given}, limits=limits)
     return build_app(
         serving.bundle,
-        Settings(**serving.settings),
+        Settings(**serving.settings, bounds=Bounds(reuse=serving.reuse)),
         prefix_dtype=serving.prefix_dtype,
         threads=serving.threads,
         limits=serving.limits,
@@ -163,7 +164,17 @@ def _seconds(value: Any) -> float:
 # Options of `app` that are fields of Serving, and of Limits; the others are arguments of build_app.
 SERVING = {"slo_ms": "slo"} | {
     name: name
-    for name in ("bundle", "device_memory", "host_memory", "threads", "relay", "trigger", "prefix_dtype", "drain")
+    for name in (
+        "bundle",
+        "device_memory",
+        "host_memory",
+        "threads",
+        "relay",
+        "trigger",
+        "reuse",
+        "prefix_dtype",
+        "drain",
+    )
 }
 LIMITS = {"max_request": "body", "max_history": "history", "max_candidates": "candidates"}
 OPTIONS: Mapping[str, Callable[[Any], Any]] = {
@@ -177,6 +188,7 @@ OPTIONS: Mapping[str, Callable[[Any], Any]] = {
     "host_memory": lambda value: num_bytes(value, least=0),
     "relay": _switch,
     "trigger": _switch,
+    "reuse": _switch,
     "prefix_dtype": _dtype,
     "max_ongoing_requests": int,
     "max_request": num_bytes,

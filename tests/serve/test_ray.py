@@ -26,6 +26,7 @@ from nestpipe.serve.bundle import load_bundle
 from nestpipe.serve.messages import Ask, Ranked
 from nestpipe.serve.requests import RELAYED, Settings
 from nestpipe.serve.scoring import Scorer
+from nestpipe.serve.trigger import Bounds
 from tests.serve.rankers import export_two, make_ask, signal_of
 
 ray = pytest.importorskip(
@@ -253,10 +254,19 @@ def test_options_may_be_text_and_are_those_of_nestpipe_serve(
 ) -> None:
     built: dict[str, Any] = {}
     monkeypatch.setattr(ray_app, "build_app", lambda bundle, settings, **rest: built.update(rest, settings=settings))
-    ray_app.app({"bundle": str(bundles[0]), "replicas": "3", "slo_ms": "50", "host_memory": "2GB", "relay": "false",
-                 "max_history": 100})  # fmt: skip
+    given = {
+        "replicas": "3",
+        "slo_ms": "50",
+        "host_memory": "2GB",
+        "relay": "false",
+        "reuse": "yes",
+        "max_history": 100,
+    }
+    ray_app.app({"bundle": str(bundles[0]), **given})
     assert built["replicas"] == 3 and built["limits"].history == 100
-    assert built["settings"] == Settings(slo=0.05, host_bytes=2 * 10**9, device_bytes=1 << 30, relay=False)
+    assert built["settings"] == Settings(
+        slo=0.05, host_bytes=2 * 10**9, device_bytes=1 << 30, relay=False, bounds=Bounds(reuse=True)
+    )
 
 
 @pytest.mark.parametrize(
