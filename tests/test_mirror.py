@@ -15,6 +15,7 @@ BEHAVIOURS = {
     "checkpoint/test_full_disk.py": "a disk that is really full",
     "data/test_skip.py": "batches that a resumed run passes over, of every data set",
     "exchange/test_exchange.py": "what workers get from one another",
+    "serve/test_ray.py": "serving on Ray: nestpipe/serve/ray_*.py",
     "test_arrows.py": "which room may import which",
     "test_mirror.py": "this one",
 }

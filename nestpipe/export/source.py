@@ -31,6 +31,8 @@ def checkpoint_of(path: Path) -> Path:
             f"{path} has no complete checkpoint yet; set train.checkpoint_every to have some before the run's end, or give the "
             f"folder that train.checkpoints names"
         )
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give the folder of a checkpoint, or of a run")
     raise ValueError(f"{path} is neither a run folder nor a checkpoint, nor a folder of checkpoints")
 
 

@@ -135,7 +135,7 @@ def test_everything_that_is_not_python_is_in_the_wheel(wheel: Path) -> None:
     data = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "nestpipe").rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".pyc", ".nbi", ".nbc")
+        if path.is_file() and path.suffix != ".py" and path.parent.name != "__pycache__"
     }
     assert "nestpipe/py.typed" in data and "nestpipe/bench/peers/requirements.txt" in data
     assert any(name.startswith("nestpipe/simulate/profiles/") for name in data)

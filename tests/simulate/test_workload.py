@@ -113,7 +113,7 @@ class Scored(nn.Module):
 
 def made(batches: list[Batch], *, pooling: str | None = "sum", dim: int = 8, width: int = 5) -> Workload:
     tables = [Table("item", dim, optimizer=RowwiseAdagrad())]
-    built = Built(None, Scored(dim, width), tables, [Feature("a", "item", pooling)], None)  # type: ignore[arg-type]
+    built = Built(None, Scored(dim, width), {}, tables, [Feature("a", "item", pooling)], None)  # type: ignore[arg-type]
     return of_batches("made", batches, built)
 
 
@@ -190,7 +190,7 @@ def two_tables() -> Workload:
     tables = [Table("narrow", 8), Table("wide", 32)]
     features = [Feature("a", "narrow", "sum"), Feature("b", "wide", "mean"), Feature("c", "wide", "sum")]
     batches = [Batch({name: bags() for name in "abc"}) for _ in range(3)]
-    return of_batches("two", batches, Built(None, Scored(8, 5), tables, features, None))  # type: ignore[arg-type]
+    return of_batches("two", batches, Built(None, Scored(8, 5), {}, tables, features, None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window_cache", [True, False])
