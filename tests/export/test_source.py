@@ -30,5 +30,5 @@ def test_a_run_without_any_says_how_to_get_some(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no complete checkpoint yet; set train.checkpoint_every"):
         checkpoint_of(tmp_path)
-    with pytest.raises(ValueError, match="is neither a run folder nor a checkpoint"):
+    with pytest.raises(ValueError, match="does not exist; give the folder of a checkpoint, or of a run"):
         checkpoint_of(tmp_path / "nowhere")
