@@ -35,7 +35,7 @@ from nestpipe.serve.policy import Instance
 from nestpipe.serve.prefixes import Prefixes
 from nestpipe.serve.requests import Action, Fail, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.scoring import Part, Scorer, check_successor, to_device, to_host
-from nestpipe.serve.states import Compute, Drop, Key, Load, Spill, State
+from nestpipe.serve.states import Compute, Drop, Key, Load, Spill
 from nestpipe.serve.trigger import Reason
 
 __all__ = ["Ask", "Ranked", "Rejected", "Signal", "Worker"]
@@ -134,8 +134,9 @@ class Worker:
             reason, actions = self._policy.signal(
                 self._clock(), user=signal.user, history=version, tokens=length, candidates=candidates
             )
-            key = self._policy.signals.expected(signal.user)
-            if key is not None and self._policy.cache.state(key) is State.COMPUTING:
+            if reason in (Reason.ADMITTED, Reason.REUSE):  # else what is under way, if anything, is of an earlier signal
+                key = self._policy.signals.expected(signal.user)
+                assert key is not None, "a signal was admitted without a lease"
                 self._prefixes.expect(key, signal.history, times)
             self._take(actions, todo)
         return reason

@@ -156,6 +156,32 @@ def test_a_history_that_changed_in_the_past_is_ranked_in_full(start, full) -> No
     assert relayed(worker, other).source is Source.DEVICE  # and its own prefix is computed at its own signal
 
 
+def test_a_refused_signal_does_not_say_what_an_earlier_one_computes(start, full, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, before, after = start(), ask_for("user"), ask_for("user", seed=7)
+    computes, begun, slow = worker._scorer.prefix, threading.Event(), threading.Event()
+    worker._scorer.prefix = lambda *items: (begun.set(), slow.wait(30), computes(*items))[2]
+    assert worker.signal(signal_of(before)) is Reason.ADMITTED
+    assert begun.wait(30)
+    monkeypatch.setattr(worker._policy.trigger, "decide", lambda *_, **__: Reason.LOAD)
+    assert worker.signal(signal_of(after)) is Reason.LOAD
+    answer = worker.rank(after)
+    slow.set()
+    assert_close(answer.result(30).scores, full(after))
+
+
+def test_arrays_may_be_used_again_as_soon_as_a_call_returns(start, full) -> None:
+    worker, ask, slow = start(), ask_for("user"), threading.Event()
+    history, times, candidates = ask.history.copy(), ask.times.copy(), ask.candidates.copy()
+    worker._computing.submit(slow.wait, 30)
+    worker.signal(Signal("user", history[:150], times[:150]))
+    answer = worker.rank(Ask("user", history, candidates, times=times, now=ask.now))
+    for array in (history, times, candidates):
+        array[:] = 0
+    slow.set()
+    assert_close(answer.result(30).scores, full(ask))
+    assert_close(worker.rank(ask).result(30).scores, full(ask))
+
+
 def test_a_history_that_has_grown_uses_the_prefix_it_began_with(start, full) -> None:
     worker = start()
     relayed(worker, ask_for("user", 150))
