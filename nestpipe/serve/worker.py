@@ -166,13 +166,19 @@ class Worker:
             self._take(actions, todo)
         return future
 
-    def update(self, bundle: Bundle) -> None:
-        """Ranks with another version from now on; what has begun with the old one ends with it. The old one's prefixes are
-        dropped. ValueError for a bundle that cannot take the place of this one, which then stays."""
-        if bundle.version == self.bundle.version:
-            return
+    def successor(self, bundle: Bundle) -> Scorer:
+        """What `update` changes to, to be made ahead. ValueError for a bundle that cannot take the place of this one."""
         scorer = Scorer(bundle, prefix_dtype=self._scorer.prefix_dtype, relay=self.settings.relay)
         check_successor(self._scorer, scorer)
+        return scorer
+
+    def update(self, bundle: Bundle | Scorer) -> None:
+        """Ranks with another version from now on; what has begun with the old one ends with it. The old one's prefixes are
+        dropped. ValueError for a bundle that cannot take the place of this one, which then stays."""
+        scorer = bundle if isinstance(bundle, Scorer) else self.successor(bundle)
+        bundle = scorer.bundle
+        if bundle.version == self.bundle.version:
+            return
         with self._deciding() as todo:
             self._scorers[bundle.version] = self._scorer = scorer
             self._updates += 1

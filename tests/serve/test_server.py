@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nestpipe import load_bundle
 from nestpipe.serve.scoring import Scorer
 from nestpipe.serve.worker import Ask
-from tests.serve.rankers import export_two, make_ask, signal_of
+from tests.serve.rankers import RECIPE, export_two, make_ask, signal_of
 
 COMMAND = [sys.executable, "-m", "nestpipe", "serve"]
 JSON = {"content-type": "application/json"}
@@ -255,6 +255,20 @@ def test_updates_are_taken_from_beside_the_bundle_only(server: Server, bundles: 
         response = server.post("/v1/update", {"path": str(path)})
         assert response.status_code == status and message in response.json()["error"], response.text
     assert server.info()["version"] == before
+
+
+def test_a_bundle_of_another_model_beside_this_one_is_refused_and_ends_nobody(
+    server: Server, bundles: list[Path], tmp_path: Path, full
+) -> None:
+    before, other = server.info(), bundles[0].parent / "other"
+    export_two(tmp_path, RECIPE | {"num_layers": 1})[0].rename(other)
+    response = server.post("/v1/update", {"path": str(other)})
+    assert response.status_code == 400 and "is of another model" in response.json()["error"], response.text
+    after = server.info()
+    assert after["version"] == before["version"]
+    assert [instance["pid"] for instance in after["instances"]] == [instance["pid"] for instance in before["instances"]]
+    for ask in asks(7, 8):
+        assert_right(server.rank(ask), ask, full)
 
 
 def test_a_delta_applied_under_load_gives_answers_of_one_version_each(server: Server, bundles, full) -> None:
