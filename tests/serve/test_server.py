@@ -361,6 +361,10 @@ def test_a_port_that_is_taken_is_told(bundles: list[Path]) -> None:
         assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in refused(bundles[0], "--port", port)
 
 
+def test_a_port_that_cannot_be_is_told_and_not_taken_for_another(bundles: list[Path]) -> None:
+    assert "--port 70000: give a number up to 65535" in refused(bundles[0], "--port", 70_000)
+
+
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, bundles: list[Path]) -> None:
     from nestpipe import cli
 
