@@ -236,6 +236,8 @@ class Worker:
                 todo.wrong = error
         if todo.wrong is not None:
             self._end(RuntimeError(f"the instance is broken: {todo.wrong!r}"))
+            todo.work.clear()
+            self._do(todo)  # those that were turned away before it went wrong
             raise todo.wrong
         self._do(todo)
 

@@ -400,6 +400,20 @@ def test_wrong_books_leave_nobody_waiting(start, monkeypatch: pytest.MonkeyPatch
         worker.rank(ask)
 
 
+def test_wrong_books_leave_those_turned_away_with_an_answer(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, ask, slow = start(Settings(slo=60.0, max_queue=1)), ask_for("user"), threading.Event()
+    computes, made = worker._scorer.rank, []
+    worker._scorer.rank = lambda parts: (slow.wait(30), computes(parts))[1]
+    for _ in range(2):
+        worker.rank(ask)
+    monkeypatch.setattr(workers, "Future", lambda: made.append(Future()) or made[-1])
+    monkeypatch.setattr(worker._policy, "next_wakeup", fail)  # behind the decision that the queue is full
+    with pytest.raises(MemoryError):
+        worker.rank(ask)
+    slow.set()
+    assert isinstance(made[0].exception(10), Rejected)
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
