@@ -201,7 +201,12 @@ class Supervisor:
                 f"{path} is now of version {version}, the other instances serve {self.version}: put the old one back, or "
                 f"start the server again"
             )
-        log.warning("%s is now of version %s, before it was %s; no instance is left that serves that", path, version, self.version)
+        log.warning(
+            "%s is now of version %s, before it was %s; no instance is left that serves that",
+            path,
+            version,
+            self.version,
+        )
 
     async def _brought_up(self, link: Link) -> dict[str, Any]:
         prepared = await link.call({"kind": "prepare", "path": self.options["bundle"]})

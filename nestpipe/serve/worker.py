@@ -134,7 +134,10 @@ class Worker:
             reason, actions = self._policy.signal(
                 self._clock(), user=signal.user, history=version, tokens=length, candidates=candidates
             )
-            if reason in (Reason.ADMITTED, Reason.REUSE):  # else what is under way, if anything, is of an earlier signal
+            if reason in (
+                Reason.ADMITTED,
+                Reason.REUSE,
+            ):  # else what is under way, if anything, is of an earlier signal
                 key = self._policy.signals.expected(signal.user)
                 assert key is not None, "a signal was admitted without a lease"
                 self._prefixes.expect(key, signal.history, times)
