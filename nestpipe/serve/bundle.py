@@ -153,10 +153,9 @@ class Bundle:
         rows = {
             stored.name: self._of(stored.name).with_layer(stored, layers[stored.name]) for stored in manifest.tables
         }
-        if manifest.recipe == self.manifest.recipe:
-            model = copy.deepcopy(self.model)
-        else:  # weights may fit a model that computes otherwise: of more heads, say
-            model = _made(manifest).to(self._device)
+        # Weights may fit a model that computes otherwise: of more heads, say.
+        same = manifest.recipe == self.manifest.recipe
+        model = copy.deepcopy(self.model) if same else _made(manifest).to(self._device)
         return Bundle(manifest, _with_weights(model, manifest), rows)
 
     def _of(self, table: str) -> TableRows:

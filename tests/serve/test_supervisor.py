@@ -194,7 +194,8 @@ def test_one_that_comes_back_with_what_was_exchanged_on_disk_does_not_serve_besi
 
 def test_an_instance_with_too_much_to_do_still_says_how_it_is() -> None:
     class Writer:
-        sent: list[bytes] = []
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
 
         def is_closing(self) -> bool:
             return False
@@ -203,14 +204,14 @@ def test_an_instance_with_too_much_to_do_still_says_how_it_is() -> None:
             self.sent.append(data)
 
     async def work() -> None:
-        link = Link(Process(), asyncio.StreamReader(), Writer())  # type: ignore[arg-type]
+        link = Link(Process(), asyncio.StreamReader(), writer := Writer())  # type: ignore[arg-type]
         many = [asyncio.create_task(link.call({"kind": "rank"})) for _ in range(MOST_IN_FLIGHT)]
         await asyncio.sleep(0)
         with pytest.raises(Refused, match="send it later"):
             await link.call({"kind": "signal"})
         asked = asyncio.create_task(link.call({"kind": "stats"}))
         await asyncio.sleep(0)
-        assert not asked.done() and b"stats" in Writer.sent[-1]
+        assert not asked.done() and b"stats" in writer.sent[-1]
         for task in (*many, asked):
             task.cancel()
 
