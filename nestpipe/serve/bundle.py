@@ -153,7 +153,10 @@ class Bundle:
         rows = {
             stored.name: self._of(stored.name).with_layer(stored, layers[stored.name]) for stored in manifest.tables
         }
-        return Bundle(manifest, _with_weights(copy.deepcopy(self.model), manifest), rows)
+        # Weights may fit a model that computes otherwise: of more heads, say.
+        same = manifest.recipe == self.manifest.recipe
+        model = copy.deepcopy(self.model) if same else _made(manifest).to(self._device)
+        return Bundle(manifest, _with_weights(model, manifest), rows)
 
     def _of(self, table: str) -> TableRows:
         if table not in self._rows:
@@ -161,8 +164,11 @@ class Bundle:
         return self._rows[table]
 
     def _inputs(self, batch: Batch, features: Sequence[Feature]) -> tuple[Batch, dict[str, Any]]:
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        return batch.to(device), lookup(batch, features, self._rows, device)
+        return batch.to(self._device), lookup(batch, features, self._rows, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def _forward(self, batch: Batch, rows: dict[str, Any]) -> Any:
         try:

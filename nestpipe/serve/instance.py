@@ -24,10 +24,11 @@ import torch
 
 from nestpipe.errors import describe
 from nestpipe.serve import manifest as manifests
-from nestpipe.serve.bundle import Bundle, load_bundle
+from nestpipe.serve.bundle import load_bundle
 from nestpipe.serve.frames import Frame, encode, receive
 from nestpipe.serve.messages import Ask, Ranked, Rejected, Signal
 from nestpipe.serve.requests import Settings
+from nestpipe.serve.scoring import Scorer
 from nestpipe.serve.trigger import Bounds
 from nestpipe.serve.worker import Worker
 
@@ -40,7 +41,7 @@ class Server:
 
     def __init__(self, connection: socket.socket, worker: Worker) -> None:
         self.connection, self.worker = connection, worker
-        self.prepared: dict[str, Bundle] = {}
+        self.prepared: Scorer | None = None  # the last one that was asked for
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="nestpipe-answers", daemon=True)
         self._writer.start()
@@ -87,8 +88,10 @@ class Server:
         elif kind == "prepare":
             self._preparing.submit(self.prepare, number, Path(header["path"]))
         elif kind == "commit":
-            self.worker.update(self.prepared.pop(header["version"]))
-            self.prepared.clear()
+            prepared, self.prepared = self.prepared, None
+            if prepared is None or prepared.bundle.version != header["version"]:
+                raise ValueError(f"version {header['version']} is not prepared; prepare it first")
+            self.worker.update(prepared)
             self.send(kind="answer", id=number, **told(self.worker))
         else:
             raise AssertionError(f"a frame of kind {kind!r}")
@@ -112,6 +115,7 @@ class Server:
 
     def prepare(self, number: int, path: Path) -> None:
         """Opens another version, beside the one that serves: a delta of it, or a bundle of its own."""
+        self.prepared = None
         try:
             manifest = manifests.read(path)
             current = self.worker.bundle
@@ -121,7 +125,8 @@ class Server:
                 bundle = current.updated(path)
             else:
                 bundle = load_bundle(path)
-            self.prepared[bundle.version] = bundle
+            # All that could speak against it is found now: `commit` must not fail.
+            self.prepared = self.worker.successor(bundle)
             self.send(kind="answer", id=number, version=bundle.version)
         except Exception as error:
             self.fail(number, 400, describe(error))

@@ -17,6 +17,7 @@ import numpy as np
 from nestpipe.serve.frames import Frame, encode, read
 
 MOST_IN_FLIGHT = 4096  # requests; the instance's own queue refuses long before
+OF_CLIENTS = frozenset({"rank", "signal"})
 
 
 class Lost(Exception):
@@ -93,7 +94,8 @@ class Link:
         """The answer. Refused: it says no. Lost: it is gone, or goes before it has answered."""
         if self.gone.is_set():
             raise Lost("the instance of this user is lost; send it again")
-        if len(self._answers) >= MOST_IN_FLIGHT:
+        # Only clients are turned away: an instance with much to do must not look like one that no longer answers.
+        if len(self._answers) >= MOST_IN_FLIGHT and header["kind"] in OF_CLIENTS:
             raise Refused(429, f"{MOST_IN_FLIGHT} requests wait for this instance; send it later")
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()

@@ -119,7 +119,12 @@ def _keys(name: str, given: np.ndarray) -> np.ndarray:
         return np.empty(0, np.int64)
     if keys.ndim != 1 or keys.dtype.kind not in "iu" or (keys.dtype == np.uint64 and keys.max() >= 1 << 63):
         raise ValueError(f"{name}: a list of int64 keys is needed, got {keys.dtype} of shape {keys.shape}")
-    return keys.astype(np.int64, copy=False)
+    return _own(keys, np.int64)
+
+
+def _own(given: np.ndarray, kind: type) -> np.ndarray:
+    """Not to be changed any more by whoever gave it: it is read later, and by other threads."""
+    return given.astype(kind, copy=given.flags.writeable)
 
 
 def _seconds(given: np.ndarray) -> np.ndarray:
@@ -132,5 +137,5 @@ def _seconds(given: np.ndarray) -> np.ndarray:
         if not np.isfinite(times).all():
             raise ValueError("times: one of them is no finite number of seconds")
         if not ((np.abs(times) < 1 << 53) & (times == np.floor(times))).all():
-            return times
-    return times.astype(np.int64, copy=False)
+            return _own(times, np.float64)
+    return _own(times, np.int64)

@@ -201,6 +201,8 @@ async def _say(serving: Serving, supervisor: Supervisor, bound: socket.socket) -
 
 
 def _bound(host: str, port: int) -> socket.socket:
+    if port > 65_535:  # which getaddrinfo would take for another one
+        raise ValueError(f"--port {port}: give a number up to 65535, or 0 for any that is free")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError, OverflowError) as error:

@@ -176,6 +176,7 @@ class Supervisor:
         async with self._updating:  # it may have begun with an older version
             if self.version is not None and member.info["version"] != self.version:
                 member.info |= await self._brought_up(link)
+            self._check_version(member)
             self.version = member.info["version"]
             self.router.join(member.name)
         member.state, since = "ready", time.monotonic()
@@ -189,6 +190,23 @@ class Supervisor:
             watching.cancel()
         member.last_error = "it ended"
         return since
+
+    def _check_version(self, member: Member) -> None:
+        """Lost if it would serve another version than those beside it: what lies at the bundle's path has been exchanged."""
+        version, path = member.info["version"], self.options["bundle"]
+        if self.version in (None, version):
+            return
+        if self.router.members:
+            raise Lost(
+                f"{path} is now of version {version}, the other instances serve {self.version}: put the old one back, or "
+                f"start the server again"
+            )
+        log.warning(
+            "%s is now of version %s, before it was %s; no instance is left that serves that",
+            path,
+            version,
+            self.version,
+        )
 
     async def _brought_up(self, link: Link) -> dict[str, Any]:
         prepared = await link.call({"kind": "prepare", "path": self.options["bundle"]})

@@ -35,7 +35,7 @@ from nestpipe.serve.policy import Instance
 from nestpipe.serve.prefixes import Prefixes
 from nestpipe.serve.requests import Action, Fail, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.scoring import Part, Scorer, check_successor, to_device, to_host
-from nestpipe.serve.states import Compute, Drop, Key, Load, Spill, State
+from nestpipe.serve.states import Compute, Drop, Key, Load, Spill
 from nestpipe.serve.trigger import Reason
 
 __all__ = ["Ask", "Ranked", "Rejected", "Signal", "Worker"]
@@ -134,8 +134,12 @@ class Worker:
             reason, actions = self._policy.signal(
                 self._clock(), user=signal.user, history=version, tokens=length, candidates=candidates
             )
-            key = self._policy.signals.expected(signal.user)
-            if key is not None and self._policy.cache.state(key) is State.COMPUTING:
+            if reason in (
+                Reason.ADMITTED,
+                Reason.REUSE,
+            ):  # else what is under way, if anything, is of an earlier signal
+                key = self._policy.signals.expected(signal.user)
+                assert key is not None, "a signal was admitted without a lease"
                 self._prefixes.expect(key, signal.history, times)
             self._take(actions, todo)
         return reason
@@ -165,13 +169,19 @@ class Worker:
             self._take(actions, todo)
         return future
 
-    def update(self, bundle: Bundle) -> None:
-        """Ranks with another version from now on; what has begun with the old one ends with it. The old one's prefixes are
-        dropped. ValueError for a bundle that cannot take the place of this one, which then stays."""
-        if bundle.version == self.bundle.version:
-            return
+    def successor(self, bundle: Bundle) -> Scorer:
+        """What `update` changes to, to be made ahead. ValueError for a bundle that cannot take the place of this one."""
         scorer = Scorer(bundle, prefix_dtype=self._scorer.prefix_dtype, relay=self.settings.relay)
         check_successor(self._scorer, scorer)
+        return scorer
+
+    def update(self, bundle: Bundle | Scorer) -> None:
+        """Ranks with another version from now on; what has begun with the old one ends with it. The old one's prefixes are
+        dropped. ValueError for a bundle that cannot take the place of this one, which then stays."""
+        scorer = bundle if isinstance(bundle, Scorer) else self.successor(bundle)
+        bundle = scorer.bundle
+        if bundle.version == self.bundle.version:
+            return
         with self._deciding() as todo:
             self._scorers[bundle.version] = self._scorer = scorer
             self._updates += 1
@@ -229,6 +239,8 @@ class Worker:
                 todo.wrong = error
         if todo.wrong is not None:
             self._end(RuntimeError(f"the instance is broken: {todo.wrong!r}"))
+            todo.work.clear()
+            self._do(todo)  # those that were turned away before it went wrong
             raise todo.wrong
         self._do(todo)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nestpipe import Batch, Feature, Jagged, Table, Trainer, config, load_bundle, run
 from nestpipe.export import export_bundle
+from nestpipe.kinds import arguments, made, model_class
 from tests.serve.trained import (
     JUDGED,
     KEYS,
@@ -163,6 +164,22 @@ def test_a_delta_of_another_version_is_refused(exported: Exported) -> None:
         bundle.updated(exported.bundles[2])
     with pytest.raises(ValueError, match="is a full bundle, not a delta"):
         bundle.updated(exported.bundles[0])
+
+
+def test_a_delta_of_a_model_made_otherwise_computes_as_the_new_one_does(tmp_path: Path) -> None:
+    bundles: list[Path] = []
+    for heads in (1, 2):  # weights of the same shapes
+        recipe = {"kind": "hstu_ranker", "dim": 4, "num_layers": 1, "num_heads": heads}
+        features = [Feature("history", "item"), Feature("candidates", "item")]
+        model = made("model", model_class(recipe), arguments(recipe))
+        with Trainer(model, [Table("item", 4)], features, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1)) as trainer:
+            trainer.recipe = recipe
+            if bundles:
+                trainer.load(tmp_path / "saved-1")
+            trainer.save(tmp_path / f"saved-{heads}")
+        bundles.append(tmp_path / f"bundle-{heads}")
+        export_bundle(tmp_path / f"saved-{heads}", bundles[-1], since=bundles[0] if heads > 1 else None)
+    assert load_bundle(bundles[0]).updated(bundles[1]).model.layers[0].num_heads == 2  # type: ignore[index, union-attr]
 
 
 def test_a_run_without_a_config_needs_the_model_and_says_so(exported: Exported) -> None:

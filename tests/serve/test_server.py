@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nestpipe import load_bundle
 from nestpipe.serve.scoring import Scorer
 from nestpipe.serve.worker import Ask
-from tests.serve.rankers import export_two, make_ask, signal_of
+from tests.serve.rankers import RECIPE, export_two, make_ask, signal_of
 
 COMMAND = [sys.executable, "-m", "nestpipe", "serve"]
 JSON = {"content-type": "application/json"}
@@ -103,7 +103,7 @@ def assert_right(response: httpx.Response, ask: Ask, full: dict[str, Callable[[A
     assert response.status_code == 200, response.text
     answer = response.json()
     expected = full[answer["version"]](ask)
-    assert np.abs(np.array(answer["scores"], np.float32) - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert np.abs(np.array(answer["scores"], np.float32) - expected).max() <= 1e-5 * max(0.1, np.abs(expected).max())
 
 
 def asks(seed: int, count: int) -> list[Ask]:
@@ -257,6 +257,20 @@ def test_updates_are_taken_from_beside_the_bundle_only(server: Server, bundles: 
     assert server.info()["version"] == before
 
 
+def test_a_bundle_of_another_model_beside_this_one_is_refused_and_ends_nobody(
+    server: Server, bundles: list[Path], tmp_path: Path, full
+) -> None:
+    before, other = server.info(), bundles[0].parent / "other"
+    export_two(tmp_path, RECIPE | {"num_layers": 1})[0].rename(other)
+    response = server.post("/v1/update", {"path": str(other)})
+    assert response.status_code == 400 and "is of another model" in response.json()["error"], response.text
+    after = server.info()
+    assert after["version"] == before["version"]
+    assert [instance["pid"] for instance in after["instances"]] == [instance["pid"] for instance in before["instances"]]
+    for ask in asks(7, 8):
+        assert_right(server.rank(ask), ask, full)
+
+
 def test_a_delta_applied_under_load_gives_answers_of_one_version_each(server: Server, bundles, full) -> None:
     def update() -> None:
         response = server.post("/v1/update", {"path": str(bundles[1])})
@@ -345,6 +359,10 @@ def test_a_port_that_is_taken_is_told(bundles: list[Path]) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in refused(bundles[0], "--port", port)
+
+
+def test_a_port_that_cannot_be_is_told_and_not_taken_for_another(bundles: list[Path]) -> None:
+    assert "--port 70000: give a number up to 65535" in refused(bundles[0], "--port", 70_000)
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, bundles: list[Path]) -> None:

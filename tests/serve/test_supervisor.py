@@ -12,7 +12,7 @@ import pytest
 
 from nestpipe.serve import supervisor as supervisors
 from nestpipe.serve.frames import Frame
-from nestpipe.serve.link import Lost, Refused, ended
+from nestpipe.serve.link import MOST_IN_FLIGHT, Link, Lost, Refused, ended
 from nestpipe.serve.supervisor import Patience, Supervisor
 
 QUICK = Patience(backoff=0.001, longest=0.01, deaths=3, well=0.5, start=0.2, beat=0.01, hung=0.05)
@@ -170,6 +170,52 @@ def test_one_that_comes_back_with_an_older_version_is_brought_up_before_it_serve
         return links[-1]
 
     run(live, during, monkeypatch)
+
+
+def test_one_that_comes_back_with_what_was_exchanged_on_disk_does_not_serve_beside_the_others(monkeypatch) -> None:
+    links: list[FakeLink] = []
+
+    async def during(supervisor: Supervisor) -> None:
+        await until(lambda: len(supervisor.router.members) == 2)
+        links[0].gone.set()
+        await until(lambda: supervisor.members["i0"].state == "given up")
+        assert "is now of version v2, the other instances serve v1" in supervisor.members["i0"].last_error
+        assert supervisor.version == "v1" and list(supervisor.router.members) == ["i1"]
+        links[1].gone.set()  # nobody is left to be at odds with
+        await until(lambda: supervisor.version == "v2" and supervisor.ready)
+
+    def live(number: int) -> FakeLink:
+        version = "v1" if number < 2 else "v2"
+        links.append(FakeLink(version, prepares={"one": version}))
+        return links[-1]
+
+    run(live, during, monkeypatch, names=2)
+
+
+def test_an_instance_with_too_much_to_do_still_says_how_it_is() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+
+        def is_closing(self) -> bool:
+            return False
+
+        def write(self, data: bytes) -> None:
+            self.sent.append(data)
+
+    async def work() -> None:
+        link = Link(Process(), asyncio.StreamReader(), writer := Writer())  # type: ignore[arg-type]
+        many = [asyncio.create_task(link.call({"kind": "rank"})) for _ in range(MOST_IN_FLIGHT)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match="send it later"):
+            await link.call({"kind": "signal"})
+        asked = asyncio.create_task(link.call({"kind": "stats"}))
+        await asyncio.sleep(0)
+        assert not asked.done() and b"stats" in writer.sent[-1]
+        for task in (*many, asked):
+            task.cancel()
+
+    asyncio.run(work())
 
 
 def test_ends_of_processes_are_told_in_words() -> None:
