@@ -132,6 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--no-relay", action="store_true", help="full passes only; signals are of no use then")
     serve.add_argument("--reuse", action="store_true",
                        help="prefixes also for users whose full pass is fast enough, where that saves time")  # fmt: skip
+    serve.add_argument("--answer-late", action="store_true",
+                       help="also requests that have not begun by their deadline, when nothing else waits; else 503")  # fmt: skip
     serve.add_argument("--no-trigger", action="store_true", help="a prefix for every signal that there is room for")
     serve.add_argument("--no-affinity", action="store_true", help="requests go to any instance, not to their user's")
     serve.add_argument("--prefix-dtype", choices=["float32", "float16", "bfloat16"], default="float32",
@@ -432,6 +434,7 @@ def _serve(arguments: argparse.Namespace) -> int:
                 relay=not arguments.no_relay,
                 trigger=not arguments.no_trigger,
                 reuse=arguments.reuse,
+                answer_late=arguments.answer_late,
                 affinity=not arguments.no_affinity,
                 prefix_dtype=arguments.prefix_dtype,
                 allow_updates=arguments.allow_updates,

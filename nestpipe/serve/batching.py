@@ -38,26 +38,30 @@ class Batching:
     hold: seconds that a request may be kept for others to join it. With 0 the instance is never idle while one waits, and batches
         come of what has queued up meanwhile.
     shed: refuse requests that cannot be in time any more; without, they are answered late.
+    grace: seconds behind its deadline after which a late one that has not begun is refused all the same. Without a limit an
+        overloaded instance works off what nobody waits for any more, and is late for those who come meanwhile.
     """
 
     requests: int = 16
     tokens: int = 16_384
     hold: float = 0.0
     shed: bool = False
+    grace: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.requests < 1 or self.tokens < 1 or self.hold < 0:
+        if self.requests < 1 or self.tokens < 1 or min(self.hold, self.grace) < 0:
             raise ValueError(f"{self}: give at least one request and token, and zero or more seconds")
 
 
 @dataclasses.dataclass
 class Taken(Generic[W]):
     """run: together, now. late: have just become so; with `shed` they are out of the queue, else they stay in it.
-    look_again: when to ask, at the latest."""
+    look_again: when to ask, at the latest. over: their grace has ended, and they are out of the queue."""
 
     run: list[W]
     late: list[W]
     look_again: float = math.inf
+    over: list[W] = dataclasses.field(default_factory=list)
 
 
 class Queue(Generic[W]):
@@ -89,6 +93,8 @@ class Queue(Generic[W]):
     def take(self, now: float) -> Taken[W]:
         """What runs now that the instance is free."""
         late = self._part_with_late(now)
+        over = self._part_with_over(now)
+        late = [waiting for waiting in late if waiting.deadline + self.batching.grace > now or self.batching.shed]
         if self._in_time:
             run = self._beside(now, self._in_time[0])
             if len(run) < self.batching.requests and self.batching.hold:
@@ -96,22 +102,24 @@ class Queue(Generic[W]):
                 latest = limit - self.law.high(together(waiting.work for waiting in run))
                 oldest = min(waiting.ready for waiting in run)
                 if now < (look_again := min(oldest + self.batching.hold, latest)):
-                    return Taken([], late, look_again)
+                    return Taken([], late, look_again, over)
             chosen = set(map(id, run))
             self._in_time = [waiting for waiting in self._in_time if id(waiting) not in chosen]
-            return Taken(run, late)
-        run, tokens = [], 0.0
-        while self._late and len(run) < self.batching.requests:
-            waiting = self._late[0]
-            tokens += waiting.work.tokens
-            if run and (tokens > self.batching.tokens or waiting.group != run[0].group):
-                break
-            run.append(self._late.popleft())
-        return Taken(run, late)
+            return Taken(run, late, over=over)
+        # Alone: whoever comes meanwhile has to wait until it is done.
+        return Taken([self._late.popleft()] if self._late else [], late, over=over)
 
     def drop_late(self) -> W | None:
         """Takes out the one that has been late for longest."""
         return self._late.popleft() if self._late else None
+
+    def _part_with_over(self, now: float) -> list[W]:
+        over = [waiting for waiting in self._late if waiting.deadline + self.batching.grace <= now]
+        if over:
+            self._late = collections.deque(
+                waiting for waiting in self._late if waiting.deadline + self.batching.grace > now
+            )
+        return over
 
     def _part_with_late(self, now: float) -> list[W]:
         count = bisect.bisect_left(self._in_time, now, key=_start_by)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import queue
 import signal
@@ -24,6 +25,7 @@ import torch
 
 from nestpipe.errors import describe
 from nestpipe.serve import manifest as manifests
+from nestpipe.serve.batching import Batching
 from nestpipe.serve.bundle import load_bundle
 from nestpipe.serve.frames import Frame, encode, receive
 from nestpipe.serve.messages import Ask, Ranked, Rejected, Signal
@@ -176,7 +178,11 @@ def main(descriptor: int) -> None:
     try:
         worker = Worker(
             load_bundle(options["bundle"]),
-            Settings(**options["settings"], bounds=Bounds(reuse=options["reuse"])),
+            Settings(
+                **options["settings"],
+                bounds=Bounds(reuse=options["reuse"]),
+                batching=Batching(grace=math.inf if options["answer_late"] else 0.0),
+            ),
             prefix_dtype=DTYPES[options["prefix_dtype"]],
             threads=threads,
         )

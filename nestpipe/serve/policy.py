@@ -198,7 +198,9 @@ class Instance:
             if well:
                 self.sources[request.source] += 1
                 if request.source in RELAYED:
-                    self.trigger.used(now, resided=now - request.arrival + self.signals.gap)
+                    # Behind its deadline it holds no prefix: how long it waits then says nothing about memory.
+                    held = min(now, request.deadline) - request.arrival
+                    self.trigger.used(now, resided=held + self.signals.gap)
                 continue
             # Which of them it was is not known: prefixes are not used again, and each is tried once more alone, in full.
             if key is not None:
@@ -261,6 +263,8 @@ class Instance:
             end, start_by = now + seconds, first[1] - seconds
         if not first or start_by >= self.queue.start_by:
             taken = self.queue.take(now)
+            for request in taken.over:
+                self._reject(now, request, actions)
             for request in taken.late:
                 self._let_wait(now, request, actions)
             if taken.run:

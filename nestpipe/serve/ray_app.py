@@ -10,6 +10,7 @@ is full or gone. Ray starts the replicas, checks their health, replaces the dead
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}; pip install 'nestpipe[ray]'", name=error.name) from error
 
 from nestpipe.serve.api import Limits
+from nestpipe.serve.batching import Batching
 from nestpipe.serve.requests import Settings
 from nestpipe.serve.server import Serving
 from nestpipe.serve.trigger import Bounds
@@ -131,7 +133,11 @@ def app(options: dict[str, Any]) -> Application:
     serving = Serving(**{field: given.pop(name) for name, field in SERVING.items() if name in given}, limits=limits)
     return build_app(
         serving.bundle,
-        Settings(**serving.settings, bounds=Bounds(reuse=serving.reuse)),
+        Settings(
+            **serving.settings,
+            bounds=Bounds(reuse=serving.reuse),
+            batching=Batching(grace=math.inf if serving.answer_late else 0.0),
+        ),
         prefix_dtype=serving.prefix_dtype,
         threads=serving.threads,
         limits=serving.limits,
@@ -172,6 +178,7 @@ SERVING = {"slo_ms": "slo"} | {
         "relay",
         "trigger",
         "reuse",
+        "answer_late",
         "prefix_dtype",
         "drain",
     )
@@ -189,6 +196,7 @@ OPTIONS: Mapping[str, Callable[[Any], Any]] = {
     "relay": _switch,
     "trigger": _switch,
     "reuse": _switch,
+    "answer_late": _switch,
     "prefix_dtype": _dtype,
     "max_ongoing_requests": int,
     "max_request": num_bytes,

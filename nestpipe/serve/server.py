@@ -37,6 +37,7 @@ class Serving:
     """What is served, where and how. device_memory, host_memory: bytes for prefixes, in each instance. threads: of each.
     relay, trigger, affinity: False switches one off: no prefixes; prefixes for all signals; requests to any instance.
     reuse: prefixes also for users whose full pass is fast enough, where they save more time than they take.
+    answer_late: also requests that have not begun by their deadline, when nothing else waits; else they are turned away.
     drain: seconds that requests in flight are given at the end. port 0: any that is free."""
 
     bundle: Path
@@ -50,6 +51,7 @@ class Serving:
     relay: bool = True
     trigger: bool = True
     reuse: bool = False
+    answer_late: bool = False
     affinity: bool = True
     prefix_dtype: str = "float32"
     allow_updates: bool = False
@@ -93,6 +95,7 @@ def serve(serving: Serving) -> None:
         "bundle": str(serving.bundle.resolve()),
         "settings": serving.settings,
         "reuse": serving.reuse,
+        "answer_late": serving.answer_late,
         "prefix_dtype": serving.prefix_dtype,
         "threads": serving.threads,
     }

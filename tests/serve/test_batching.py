@@ -103,6 +103,14 @@ def test_late_ones_are_shed_only_if_told_to() -> None:
     assert taken.late == [late] and taken.run == [fine] and len(queue) == 0
 
 
+def test_late_ones_run_alone_and_are_refused_when_their_grace_has_ended() -> None:
+    late, later, fine = Item(0.03), Item(0.05), Item(0.5)
+    queue = make(late, later, fine, grace=0.01)
+    assert queue.take(0.035).run == [fine]
+    taken = queue.take(0.041)
+    assert (taken.over, taken.run) == ([late], [later]) and len(queue) == 0
+
+
 def test_the_longest_late_can_be_dropped_to_make_room() -> None:
     queue = make(Item(0.01), Item(0.02))
     assert queue.drop_late() is None  # not known to be late yet

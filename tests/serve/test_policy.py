@@ -234,6 +234,30 @@ def test_late_requests_hold_no_prefix_but_use_it_if_it_is_still_there() -> None:
     assert ranked.key == compute.key and ranked.source is Source.DEVICE
 
 
+def test_how_long_a_late_request_waits_does_not_count_as_memory_in_use() -> None:
+    """Else an overload would leave a footprint behind that refuses all signals, and the overload would stay."""
+    instance = make()
+    busy = only(request(instance, 0.0, user=9, tokens=900), Rank)
+    signal(instance, 0.0)
+    compute = only(instance.done(0.09, busy, seconds=0.09), Compute)
+    request(instance, 0.1)
+    rank = only(instance.done(60.0, compute, seconds=59.9), Rank)
+    instance.done(61.0, rank, seconds=1.0)
+    assert rank.requests[0].source is Source.DEVICE and instance.trigger.residence < 0.5
+
+
+def test_behind_its_grace_a_late_request_is_turned_away() -> None:
+    instance = make(batching=Batching(grace=0.0))
+    rank = only(request(instance, 0.0, user=0, tokens=SHORT), Rank)
+    request(instance, 0.0, user=1, tokens=SHORT)
+    only(instance.done(0.096, rank, seconds=0.096), Rank)  # late, but it can still begin
+    request(instance, 0.1, user=2, tokens=SHORT)
+    rank = instance.running
+    assert isinstance(rank, Rank) and rank.requests[0].user == 1
+    rejected = only(instance.done(9.0, rank, seconds=0.01), Reject)
+    assert rejected.late and rejected.request.user == 2 and instance.rejected == 1
+
+
 # -- another model -----------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nestpipe.serve.batching import Batching
 from nestpipe.serve.bundle import load_bundle
 from nestpipe.serve.messages import Ask, Ranked
 from nestpipe.serve.requests import RELAYED, Settings
@@ -265,7 +266,12 @@ def test_options_may_be_text_and_are_those_of_nestpipe_serve(
     ray_app.app({"bundle": str(bundles[0]), **given})
     assert built["replicas"] == 3 and built["limits"].history == 100
     assert built["settings"] == Settings(
-        slo=0.05, host_bytes=2 * 10**9, device_bytes=1 << 30, relay=False, bounds=Bounds(reuse=True)
+        slo=0.05,
+        host_bytes=2 * 10**9,
+        device_bytes=1 << 30,
+        relay=False,
+        bounds=Bounds(reuse=True),
+        batching=Batching(grace=0.0),
     )
 
 
