@@ -34,12 +34,11 @@ from nestpipe.ops.attention.tiles import (
     unweigh,
     weigh,
 )
-from nestpipe.ops.groups import Group, group_of, rounded
+from nestpipe.ops.groups import VECTOR, Group, group_of, rounded
 
 SHORT = 128  # candidates and items of a sample that goes through batched products
 BLOCK = 128  # candidates of a tile
 TILE = BLOCK * 1024  # floats: 512 KB, which is half of a core's second-level cache
-VECTOR = 32  # floats that torch's loops take at a time, at most
 
 
 def attention(
