@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestpipe import Batch, Feature, Jagged, Output, RowwiseAdagrad, Table, Trainer
+from nestpipe import Batch, Feature, Jagged, LRSchedule, Output, RowwiseAdagrad, Table, Trainer
 from nestpipe.metrics import AUC
 
 tables = [
@@ -57,15 +57,18 @@ def main() -> None:
         tables,
         features,
         dense_optimizer=lambda p: torch.optim.Adam(p, 1e-3),
+        lr_schedule=LRSchedule(warmup=20),
+        clip_norm=10.0,
         schedule="nested",
         micro_batches=2,
     )
     result = trainer.fit(clicks(trainer.rank, steps=300))
     metrics = trainer.evaluate(clicks(1000 + trainer.rank, steps=10), {"AUC": AUC()})
+    scores = trainer.predict(clicks(1000 + trainer.rank, steps=1))  # of this worker's samples, in their order
     stats = trainer.table_stats()
     if trainer.rank == 0:
         print(f"loss {result.first_loss:.3f} -> {result.last_loss:.3f}, AUC {metrics['AUC']:.3f}")
-        print(f"{result.samples_per_second:,.0f} samples/s")
+        print(f"{result.samples_per_second:,.0f} samples/s; first scores {scores[:3].tolist()}")
         for name, one in stats.items():
             print(f"table {name}: {one.rows:,} rows, {one.bytes_per_row:.0f} bytes each")
 

@@ -6,7 +6,7 @@ Shape legend: B samples, T keys (or positions) of all samples together, D row wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,18 @@ class Jagged:
         lengths = torch.tensor([len(entries) for entries in lists], dtype=torch.int64)
         values = torch.tensor([entry for entries in lists for entry in entries], dtype=dtype)
         return cls.from_lengths(values, lengths)
+
+    @classmethod
+    def from_strings(cls, strings: Iterable[Any]) -> Jagged:
+        """`Jagged.from_strings([["shoe", "sock"], [], ["hat"]])`: the keys of strings, as `hash_strings` gives them.
+
+        strings: for each sample a list of str or bytes; or a single one, or None for none. Or an Arrow array of such lists, or of
+            strings: large ones, dictionaries and views too.
+        """
+        from nestpipe.strings import hash_lists  # Arrow and Numba, which a batch needs for nothing else
+
+        keys, lengths = hash_lists(strings)
+        return cls.from_lengths(torch.from_numpy(keys), torch.from_numpy(lengths))
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Jagged:
@@ -219,7 +231,7 @@ class Batch:
 
     keys: one Jagged of int64 keys per feature.
     dense: everything the model reads besides rows: tensors [B, ...] or Jagged.
-    labels: [B] or [B, ...], if the model needs any; or a Jagged, one per candidate of a sample.
+    labels: [B] or [B, ...], if the model needs any; or a Jagged, one per candidate of a sample. Of several tasks: a dict by task.
 
     `dense["seen"]` of a batch that is ranked: a Jagged of all keys that each sample's user has had, where the history that the
     model reads is only the end of it (see `Trainer.evaluate_ranking`).
@@ -227,14 +239,14 @@ class Batch:
 
     keys: dict[str, Jagged]
     dense: dict[str, Tensor | Jagged] = dataclasses.field(default_factory=dict)
-    labels: Tensor | Jagged | None = None
+    labels: Tensor | Jagged | dict[str, Tensor | Jagged] | None = None
 
     @property
     def size(self) -> int:
         """The number of samples B."""
-        for part in (*self.keys.values(), *self.dense.values()):
+        for part in (*self.keys.values(), *self.dense.values(), *labels_of(self).values()):
             return len(part)
-        return 0 if self.labels is None else len(self.labels)
+        return 0
 
     def select(self, samples: Tensor) -> Batch:
         """The given samples, in the given order."""
@@ -262,7 +274,7 @@ class Batch:
         return Batch(
             keys={name: jagged(part) for name, part in self.keys.items()},
             dense={name: of_either(part) for name, part in self.dense.items()},
-            labels=None if self.labels is None else of_either(self.labels),
+            labels=like_labels(self, {name: of_either(part) for name, part in labels_of(self).items()}),
         )
 
     @classmethod
@@ -274,11 +286,11 @@ class Batch:
         def join(parts: list[Any]) -> Any:
             return Jagged.joined(parts) if isinstance(parts[0], Jagged) else torch.cat(parts)
 
-        first = batches[0]
+        first, labels = batches[0], [labels_of(batch) for batch in batches]
         return cls(
             keys={name: join([batch.keys[name] for batch in batches]) for name in first.keys},
             dense={name: join([batch.dense[name] for batch in batches]) for name in first.dense},
-            labels=None if first.labels is None else join([batch.labels for batch in batches]),
+            labels=like_labels(first, {name: join([of_batch[name] for of_batch in labels]) for name in labels[0]}),
         )
 
     @classmethod
@@ -288,7 +300,11 @@ class Batch:
 
     @classmethod
     def from_kjt(
-        cls, kjt: Any, *, dense: Mapping[str, Tensor | Jagged] | None = None, labels: Tensor | Jagged | None = None
+        cls,
+        kjt: Any,
+        *,
+        dense: Mapping[str, Tensor | Jagged] | None = None,
+        labels: Tensor | Jagged | dict[str, Tensor | Jagged] | None = None,
     ) -> Batch:
         """Takes a TorchRec KeyedJaggedTensor; reads it through `keys()` and the JaggedTensors of `kjt[name]`."""
         keys = {}
@@ -299,6 +315,21 @@ class Batch:
         return cls(keys, dict(dense or {}), labels)
 
 
+SINGLE = ""  # the name, among labels by task, of labels that are of no task
+
+
+def labels_of(batch: Batch) -> dict[str, Tensor | Jagged]:
+    """By task; those of a batch without tasks are SINGLE."""
+    if batch.labels is None:
+        return {}
+    return batch.labels if isinstance(batch.labels, dict) else {SINGLE: batch.labels}
+
+
+def like_labels(batch: Batch, parts: dict[str, Tensor | Jagged]) -> Tensor | Jagged | dict[str, Tensor | Jagged] | None:
+    """Parts that were made of `labels_of(batch)`, as the batch has them."""
+    return parts if isinstance(batch.labels, dict) else parts.get(SINGLE)
+
+
 @dataclasses.dataclass(eq=False)
 class Output:
     """What a model's forward returns: one loss per sample, and what else the trainer should know.
@@ -306,11 +337,18 @@ class Output:
     losses: [B], each the *sum* over what the sample is made of (tokens, say), so that splitting a batch changes nothing.
     weights: [B], how much each sample counts in the mean (its number of tokens); 1 each if left out.
     predictions: whatever metrics read, first dimension B (probabilities of a ranker); a Jagged where the labels are.
+
+    A model of several tasks says so, `tasks = ("click", "like")`, and returns dicts by task. It trains on the sum of all
+    losses of the global batch, divided by *one* number: the samples, or the sum of `weights` [B] if that is a tensor. So a
+    task counts as much as the model multiplies its losses by, and samples that have no label for it (loss 0) make it count
+    less. (Divided by a number of its own, a task's gradients could not be summed with those of others before the whole batch
+    is known.) `weights` by task are for reports: the mean loss of a task is over its own, and its metrics are of samples
+    whose weight is above 0.
     """
 
-    losses: Tensor
-    weights: Tensor | None = None
-    predictions: Tensor | Jagged | None = None
+    losses: Tensor | dict[str, Tensor]
+    weights: Tensor | dict[str, Tensor] | None = None
+    predictions: Tensor | Jagged | dict[str, Tensor | Jagged] | None = None
 
 
 def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
@@ -325,10 +363,12 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
             _check_kind(f"dense input {name!r}", part)
         else:
             _check_per_sample(f"dense input {name!r}", part)
-    if isinstance(batch.labels, Jagged):
-        _check_kind("labels", batch.labels)
-    elif batch.labels is not None:
-        _check_per_sample("labels", batch.labels)
+    labels = {f"labels of {task!r}" if task else "labels": part for task, part in labels_of(batch).items()}
+    for what, part in labels.items():
+        if isinstance(part, Jagged):
+            _check_kind(what, part)
+        else:
+            _check_per_sample(what, part)
     size = batch.size
     missing = [name for name in feature_names if name not in batch.keys]
     if missing:
@@ -343,7 +383,7 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
         if values.dtype != torch.int64 or values.ndim != 1:
             raise ValueError(
                 f"feature {name!r}: keys must be a 1-d int64 tensor, got {values.dtype} of shape {tuple(values.shape)}; "
-                f"convert them with .to(torch.int64), hashing strings first"
+                f"convert them with .to(torch.int64), strings with Jagged.from_strings"
             )
         if weights is not None:
             if weights.shape != values.shape or not weights.is_floating_point():
@@ -360,13 +400,14 @@ def check_batch(batch: Batch, feature_names: Sequence[str]) -> None:
             if len(part) != size:
                 raise ValueError(f"dense input {name!r} has {len(part)} samples, the batch has {size}")
             _check_finite(f"dense input {name!r}", part)
-    if isinstance(batch.labels, Jagged):
-        _check_jagged("labels", batch.labels, size)
-        _check_finite("labels", batch.labels.values)
-    elif batch.labels is not None:
-        if len(batch.labels) != size:
-            raise ValueError(f"labels are given for {len(batch.labels)} samples, the batch has {size}")
-        _check_finite("labels", batch.labels)
+    for what, part in labels.items():
+        if isinstance(part, Jagged):
+            _check_jagged(what, part, size)
+            _check_finite(what, part.values)
+        else:
+            if len(part) != size:
+                raise ValueError(f"{what} are given for {len(part)} samples, the batch has {size}")
+            _check_finite(what, part)
 
 
 def one_list(keys: Any) -> Jagged:

@@ -1,4 +1,5 @@
-"""nestpipe train | evaluate | checkpoint | export | bundle | serve | load | trace | bench | report | profile | simulate | plan"""
+"""nestpipe train | evaluate | predict | checkpoint | export | bundle | serve | load | trace | bench | report | profile |
+simulate | plan | doctor"""
 
 # Each command imports what it needs when it runs: torch takes seconds, and help, mistakes and a look at a run need none of it.
 
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe import __version__
+from nestpipe.doctor import command as doctor
 from nestpipe.importing import nothing_collected
+from nestpipe.predict.arguments import add_arguments as add_predict_arguments
+from nestpipe.predict.arguments import passed_on
 
 SUITES = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity", "reading", "storage", "timelines",
-          "simulator", "checkpoint", "two_d", "sequences", "serving")  # fmt: skip
+          "simulator", "checkpoint", "two_d", "sequences", "serving", "precision")  # fmt: skip
 STOPPED = 128 + 15  # as a shell tells of a program that SIGTERM has ended
 LEAVE_AFTER = 3.0  # seconds; the launcher ends all workers with the first that leaves
 
@@ -67,10 +71,18 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("evaluate", help="evaluate a finished run")
     evaluate.add_argument("run", type=Path, metavar="RUN", help="run folder")
     _add_workers(evaluate)
+    evaluate.add_argument(
+        "--checkpoint", choices=["final", "best"], help="default: best if the run keeps one, else final"
+    )
     evaluate.add_argument("--split", choices=["train", "valid", "test"], help="default: train.eval_split of the run")
     evaluate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     evaluate.add_argument("--json", type=Path, metavar="FILE")
     evaluate.set_defaults(command=_evaluate)
+
+    predict = commands.add_parser("predict", help="scores, or the best items, for every sample of a data set")
+    add_predict_arguments(predict, _positive)
+    _add_workers(predict)
+    predict.set_defaults(command=_predict)
 
     trace = commands.add_parser("trace", help="timeline of a run that was trained with --trace")
     trace.add_argument("run", type=Path, metavar="RUN", help="run folder")
@@ -212,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
                       help="rows that a table will have, over all workers; once for each table")  # fmt: skip
     plan.add_argument("--json", type=Path, metavar="FILE")
     plan.set_defaults(command=_plan)
+    doctor.add_parser(commands)
     return parser
 
 
@@ -275,6 +288,7 @@ def _train(arguments: argparse.Namespace) -> int:
     with _importing(arguments):
         from nestpipe import config, process, run
         from nestpipe.files import check_writable
+        from nestpipe.running.result import lines_of
 
     overrides = [*arguments.overrides, *([f"schedule.name={arguments.schedule}"] if arguments.schedule else [])]
     if not process.under_launcher():
@@ -308,7 +322,9 @@ def _train(arguments: argparse.Namespace) -> int:
         parsed = config.read(arguments.config, overrides)
         result = run.train(parsed, folder=folder, json_file=arguments.json, record=arguments.trace, resume=resume)
         if _rank() == 0:
-            _tell(result, folder, arguments.json)
+            print("\n".join(lines_of(result, parsed, folder)))
+            if arguments.json:
+                print(f"also written: {arguments.json}")
             if arguments.trace:
                 print(f"timeline: nestpipe trace {folder}, or as a page: nestpipe report {folder}")
 
@@ -336,6 +352,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if not process.under_launcher() and arguments.workers > 1:
         passed = ["evaluate", str(arguments.run), *(["--split", arguments.split] if arguments.split else [])]
         passed += ["--json", str(arguments.json)] if arguments.json else []
+        passed += ["--checkpoint", arguments.checkpoint] if arguments.checkpoint else []
         return _launch(arguments, passed + _set_flags(arguments.overrides))
 
     def work() -> None:
@@ -343,11 +360,40 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         split = arguments.split or parsed.train.eval_split
         if split == "none":
             raise ValueError('the run has train.eval_split = "none": say what to evaluate on with --split')
-        metrics = run.evaluate(parsed, checkpoint=arguments.run / run.CHECKPOINT, split=split)
+        name = arguments.checkpoint or ("best" if (arguments.run / "best").is_dir() else run.CHECKPOINT)
+        metrics = run.evaluate(parsed, checkpoint=arguments.run / name, split=split)
         if _rank() == 0:
-            print(f"{split}: {run.in_words(metrics)}")
+            print(f"{split}{'' if name == run.CHECKPOINT else f' ({name})'}: {run.in_words(metrics)}")
             if arguments.json:
                 write_json(arguments.json, {"split": split, "metrics": metrics})
+
+    return _worker(arguments, work)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    with _importing(arguments):
+        from nestpipe import config, process
+        from nestpipe.files import check_writable
+        from nestpipe.predict import command
+
+    def read() -> command.Asked:
+        saved = arguments.run / "config.json"
+        if not saved.is_file():
+            raise ValueError(f"{arguments.run} is not a run folder: it has no config.json")
+        check_writable(arguments.out)
+        return command.asked(config.read_json(saved, arguments.overrides), arguments)
+
+    # Read here first: what is wrong is told once, and not by every worker.
+    problem = 0 if process.under_launcher() else _guard(read, 0)
+    if problem:
+        return problem
+    if not process.under_launcher() and arguments.workers > 1:
+        return _launch(arguments, ["predict", *passed_on(arguments)])
+
+    def work() -> None:
+        rows = command.predict(read())
+        if _rank() == 0:
+            print(f"{arguments.out}: {rows:,} rows")
 
     return _worker(arguments, work)
 
@@ -402,6 +448,8 @@ def _export(arguments: argparse.Namespace) -> int:
             f"{arguments.out}: version {made.version}, step {made.step}, {what}, {made.num_bytes / 1e6:,.1f} MB in "
             f"{time.perf_counter() - started:.1f} s\nload it: nestpipe.load_bundle({str(arguments.out)!r})"
         )
+        if (arguments.source / "best").is_dir():
+            print(f"the run's best checkpoint is {arguments.source / 'best'}; this is its newest")
 
     return _guard(work, 0)
 
@@ -677,39 +725,3 @@ def _guard(work: Any, rank: int) -> int:
 def _lost_contact(error: BaseException) -> bool:
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
     return any(sign in str(error) for sign in signs)
-
-
-def _tell(result: dict[str, Any], folder: Path, json_file: Path | None) -> None:
-    from nestpipe.engine.balance import Balance
-    from nestpipe.engine.waiting import Waiting
-    from nestpipe.run import in_words
-
-    before = result["resumed_after"]
-    print(
-        f"{result['steps']} steps{f', {before} of them before it was resumed; since then' if before else ','} "
-        f"{result['samples']:,} samples in {result['seconds']:.1f} s ({result['samples_per_second']:,.0f} samples/s); "
-        f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}"
-    )
-    work = result["work"]
-    if work is not None:
-        tokens = f"{result['tokens_per_second']:,.0f} tokens/s, " if result["tokens"] else ""
-        used = f"not known ({work['why_not']})" if result["mfu"] is None else f"{result['mfu']:.1%}"
-        print(
-            f"{tokens}MFU {used} of {work['machine'] / 1e9:,.0f} GFLOP/s, peak memory of a worker {work['memory'] / 1e6:,.0f} MB"
-        )
-    if result["workers"] > 1 and result["balance"] is not None:
-        print(f"balance over workers (the most over the mean): {Balance(**result['balance'])}")
-    if result["workers"] > 1 and result["waiting"] is not None:
-        print(f"waiting for the slowest worker: {Waiting(**result['waiting'])}")
-    for name, table in result["tables"].items():
-        print(
-            f"table {name}: {table['rows']:,} rows, {table['bytes'] / 1e6:,.1f} MB, {table['bytes_per_row']:.0f} bytes a row"
-        )
-    if result["skipped_batches"]:
-        print(f"{result['skipped_batches']} batches were skipped: something in them was not finite")
-    if result["metrics"]:
-        print(f"metrics: {in_words(result['metrics'])}")
-    print(f"digest: {result['digest']}")
-    print(f"results: {folder}/result.json, curves: tensorboard --logdir {folder}, model and tables: {folder}/final")
-    if json_file is not None:
-        print(f"also written: {json_file}")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,21 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def check_local(path: Path) -> None:
+    """Raises ValueError for a URL, which would become a folder named "s3:" here."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
+        raise ValueError(
+            f"cannot write {path}: it is a URL, and what is written stays on file systems: give a path, of a shared disk or a "
+            f"mounted bucket where several machines write"
+        )
+
+
 def check_writable(*files: Path | None, folder: Path | None = None) -> None:
     """Raises ValueError now rather than after the work whose result would be written there. None: nothing is."""
     for path, must_be_folder in ((folder, True), *((file, False) for file in files)):
         if path is None:
             continue
+        check_local(path)
         try:
             existing = next(place for place in (path, *path.absolute().parents) if place.exists())
         except OSError as error:  # a name that is too long, say

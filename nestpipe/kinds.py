@@ -13,11 +13,17 @@ from nestpipe import models
 from nestpipe.errors import did_you_mean
 
 MODELS: dict[str, type[nn.Module]] = {
+    "dcn": models.DCN,
+    "deepfm": models.DeepFM,
+    "din": models.DIN,
     "dlrm": models.DLRM,
     "fuxi": models.FuXi,
     "fuxi_ranker": models.FuXiRanker,
     "hstu": models.HSTU,
     "hstu_ranker": models.HSTURanker,
+    "mmoe": models.MMoE,
+    "sasrec": models.SASRec,
+    "two_tower": models.TwoTower,
 }
 
 

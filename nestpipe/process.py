@@ -116,6 +116,11 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def rank() -> int:
+    """Of this process among those that the launcher started; 0 where there is none."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def restarted() -> bool:
     """Whether the launcher has started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 BUCKET_BYTES = 4 << 20  # of dense gradients that one collective sums (engine/reducer.py)
-NUM_TOTALS = 9  # float64 that AGREE sums over workers (engine/context.py names them)
+NUM_TOTALS = 12  # float64 that AGREE sums over workers (engine/context.py names them)
 READ_AHEAD = 2  # batches that are read before training asks for them (engine/loader.py)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from nestpipe.errors import did_you_mean
 from nestpipe.optim import RowOptimizer, RowwiseAdagrad
+from nestpipe.rates import LRSchedule, Schedule
 from nestpipe.sizes import num_bytes
 
 
@@ -95,6 +96,9 @@ class Table:
     name: what features refer to; also part of the seed of the first values.
     dim: values per row.
     optimizer: a RowOptimizer; its state lies beside each row.
+    lr_schedule: what its learning rate is multiplied by in each step: an LRSchedule, or a function of the step alone, the same
+        on every worker; None: as the trainer's.
+    frozen_until: so many steps, counted from the trainer's first, in which rows are born and read but not updated.
     init: distribution of first values. They depend only on (seed, table name, key).
     dtype: torch.float32 or torch.bfloat16 rows; state and arithmetic are float32 either way.
     tier: where rows live: "memory", or "disk": in a file, with those used last in memory.
@@ -142,6 +146,8 @@ class Table:
     sync: str = "exact"
     sync_every: int = 1
     hot: int = 0
+    lr_schedule: Schedule | None = None
+    frozen_until: int = 0
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> ValueError:
@@ -155,6 +161,10 @@ class Table:
             )
         if not isinstance(self.init, (Uniform, Normal)):
             raise refuse(f"init must be Uniform(low, high) or Normal(std), got {self.init!r}")
+        if self.lr_schedule is not None and not callable(self.lr_schedule):
+            raise refuse(f"lr_schedule must be an LRSchedule or a function of the step, got {self.lr_schedule!r}")
+        if type(self.frozen_until) is not int or self.frozen_until < 0:
+            raise refuse(f"frozen_until must be a number of steps, got {self.frozen_until!r}")
         if self.eviction is not None and not isinstance(self.eviction, Eviction):
             raise refuse(f"eviction must be an Eviction(...) or None, got {self.eviction!r}")
         if self.dtype not in (torch.float32, torch.bfloat16):
@@ -273,7 +283,12 @@ def declarations(tables: Sequence[Table], features: Sequence[Feature]) -> dict[s
     named: dict[str, Table | Feature] = {f"table {number}": table for number, table in enumerate(tables)}
     named |= {f"feature {number}": feature for number, feature in enumerate(features)}
     return {
-        f"{name}: {field.name}": getattr(thing, field.name)
+        f"{name}: {field.name}": told(getattr(thing, field.name))
         for name, thing in named.items()
         for field in dataclasses.fields(thing)
     }
+
+
+def told(declared: object) -> object:
+    """A function cannot be compared over workers; its values are, in every step."""
+    return "a function" if callable(declared) and not isinstance(declared, LRSchedule) else declared

@@ -23,6 +23,7 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have a reader process, which leaves with it
     logging.getLogger("nestpipe").addHandler(logging.NullHandler())  # what runs say of themselves is for nobody here
     gc.freeze()  # what was imported: so that collecting after every job is cheap
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

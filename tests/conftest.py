@@ -35,6 +35,7 @@ LONG = (
     "test_cli.py",
     "behaviour/test_resume.py",
     "test_run.py",
+    "behaviour/test_cluster.py",
 )
 
 

@@ -15,35 +15,42 @@ HOUSE = Path(nestpipe.__file__).parent
 FLOORS = (
     {
         "arena",
-        "batch",
+        "directions",
         "errors",
         "files",
         "importing",
         "kernels",
         "optim",
+        "rates",
         "sealed",
         "sections",
         "sizes",
+        "source_state",
         "tensorfile",
         "weights",
     },
-    {"fields", "metrics", "ops", "process"},
+    {"strings"},
+    {"batch"},
+    {"fields", "inference", "metrics", "ops", "process"},
     {"models", "schedule", "tables"},
     {"data", "exchange", "kinds", "store", "trace"},
     {"engine", "serve"},
-    {"checkpoint"},
+    {"callbacks", "checkpoint"},
+    {"tracking"},
     {"config", "trainer"},
-    {"export", "launch", "nestpipe", "simulate"},
+    {"best"},
+    {"export", "launch", "migration", "nestpipe", "running", "simulate"},
     {"report", "run"},
-    {"bench"},
+    {"bench", "doctor", "predict"},
     {"cli"},
     {"__main__"},
 )
 # What else keeps rooms apart: the simulator and the report know schedules and traces, not what runs them.
-RUNS = {"engine", "store", "checkpoint", "trainer", "run"}
+RUNS = {"engine", "store", "checkpoint", "trainer", "running", "run"}
+BELOW_MODELS = {room for rooms in FLOORS[:4] for room in rooms}
 NEVER = {
-    "ops": {*FLOORS[0]} - {"batch", "kernels"},
-    "models": {*FLOORS[0], *FLOORS[1]} - {"batch", "ops"},
+    "ops": BELOW_MODELS - {"batch", "kernels"},
+    "models": BELOW_MODELS - {"batch", "ops"},
     "simulate": RUNS,
     "report": RUNS,
 }

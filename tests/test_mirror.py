@@ -13,10 +13,15 @@ BEHAVIOURS = {
     "checkpoint/test_damage.py": "nothing damaged is ever loaded",
     "checkpoint/test_dense_state.py": "the dense part in a checkpoint",
     "checkpoint/test_full_disk.py": "a disk that is really full",
+    "config/test_rates.py": "every entry of learning rates, through to the trainer",
+    "data/test_resumed_reading.py": "what is read of files when a run goes on, of every kind of file",
     "data/test_skip.py": "batches that a resumed run passes over, of every data set",
     "exchange/test_exchange.py": "what workers get from one another",
+    "metrics/test_metrics.py": "every metric against its formula, on several workers",
+    "metrics/test_of_others.py": "metrics of torchmetrics, and of one's own",
     "serve/test_ray.py": "serving on Ray: nestpipe/serve/ray_*.py",
     "test_arrows.py": "which room may import which",
+    "test_migration.py": "in from TorchRec and out again: nestpipe/migration",
     "test_mirror.py": "this one",
 }
 

@@ -37,10 +37,11 @@ SUITES = {
     "two_d": "nestpipe.bench.two_d",
     "sequences": "nestpipe.bench.sequences.suite",
     "serving": "nestpipe.bench.serving.suite",
+    "precision": "nestpipe.bench.precision",
 }
 # The figures that are compared with the papers'. Not the others: storage alone writes 20 GB to the disk, reading is
-# about data sets, timelines are pictures for a page of the documentation, and simulator, checkpoint, two_d, sequences
-# and serving have pages of their own.
+# about data sets, timelines are pictures for a page of the documentation, precision is about the model's own part, and
+# simulator, checkpoint, two_d, sequences and serving have pages of their own.
 ALL = ("kernels", "overlap", "peers", "ablation", "scaling", "sensitivity")
 FOLDER = Path("runs/bench")  # of several suites, unless another one is asked for
 

@@ -13,6 +13,7 @@ while it goes on, `loading` reads on any number of workers, `manifest` says what
 from nestpipe.checkpoint.background import Background
 from nestpipe.checkpoint.loading import Loaded, load, set_torch_rng
 from nestpipe.checkpoint.manifest import Base, Damaged, complete, folder_of, problems
+from nestpipe.checkpoint.replacing import next_of, settle
 from nestpipe.checkpoint.resuming import content_of, load_into
 from nestpipe.checkpoint.saving import Content, check_new, save
 from nestpipe.checkpoint.settings import Settings
@@ -30,7 +31,9 @@ __all__ = [
     "folder_of",
     "load",
     "load_into",
+    "next_of",
     "problems",
     "save",
     "set_torch_rng",
+    "settle",
 ]

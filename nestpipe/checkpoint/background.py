@@ -50,7 +50,8 @@ class Background:
     saved there would be taken for a checkpoint of this one, or be removed as if it were.
 
     run, step: of the trainer, now. keep: how many stay. full_every: of so many checkpoints one is full, the others hold what
-    changed since it. tell: called on the first worker with what is worth knowing.
+    changed since it. tell: called on the first worker with what is worth knowing. done: called on every worker, by `wait`, with a
+    checkpoint that is complete, and its step.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class Background:
         keep: int,
         full_every: int,
         tell: Callable[[str], None],
+        done: Callable[[Path, int], None] = lambda path, step: None,
     ) -> None:
         problem = transport.gather_objects(_not_ours(folder, run, step) if transport.rank == 0 else None)[0]
         if problem is not None:
             raise ValueError(problem)
         self.folder, self._transport, self._keep, self._full_every = folder, transport, keep, full_every
-        self._tell = tell
+        self._tell, self._done = tell, done
         self._writing: Writing | None = None
         # Of what is being written: when this is closed, forgotten, or at exit.
         self._leave: weakref.finalize | None = None
@@ -171,6 +173,7 @@ class Background:
             if is_full:
                 self._base = Base(path.name, int(told[0][1], 16))
             self._since_full = 0 if is_full else self._since_full + 1
+            self._done(path, manifests.step_of(path.name))
 
     def close(self) -> None:
         """Waits for a checkpoint that is under way, as long as more of it is written; after an error not for long."""

@@ -7,6 +7,7 @@ import base64
 import binascii
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from nestpipe.checkpoint.manifest import (
 from nestpipe.checkpoint.saving import declared
 from nestpipe.checkpoint.settings import Settings
 from nestpipe.engine.dense import Dense, remember
+from nestpipe.engine.lr_scheduler import put_state, state_of
 from nestpipe.exchange.hot import HotKeys
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.keys import owners_of, shards
@@ -36,18 +38,20 @@ from nestpipe.store.table_store import TableStore
 from nestpipe.tables import HotRows
 from nestpipe.tensorfile import TensorReader
 
+log = logging.getLogger("nestpipe")
 BLOCK_BYTES = 8 << 20
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What the trainer wants back. positions: batches that each worker of then had taken from its data.
-    torch_rng: of this worker, where there were as many workers then."""
+    """What the trainer wants back. positions: batches that each worker of then had taken from its data; data_states: what the
+    data of each said of itself then. torch_rng: of this worker, where there were as many workers then."""
 
     step: int
     settings: Settings
     positions: Sequence[int]
+    data_states: Sequence[Any]
     torch_rng: bytes | None
 
 
@@ -68,14 +72,14 @@ def load(
     wanted = _alike(transport, lambda: _wanted(chain[0], stores, tables))
     _alike(transport, lambda: _check(chain, transport))
     _alike(transport, lambda: _check_rows(chain, transport))
-    positions, rng = _alike(transport, lambda: _read_states(chain[0], transport))
-    put_dense = _alike(transport, lambda: _read_dense(chain[0].path, dense))
+    positions, data_states, rng = _alike(transport, lambda: _read_states(chain[0], transport))
+    put_dense = _alike(transport, lambda: _read_dense(chain[0].path, dense, transport))
     for store in wanted:
         place(store.table.name, _owners(chain[0], store, transport), chain[0].settings.hot.get(store.table.name, ()))
     held = [Held(store, hot(store.table.name), transport) for store in wanted]
     transport.together(lambda: _read_all(chain, held), what="checkpoint")
     _put_or_undo(put_dense, dense, transport)
-    return Loaded(chain[0].step, chain[0].settings, positions, rng)
+    return Loaded(chain[0].step, chain[0].settings, positions, data_states, rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +136,8 @@ def _alike(transport: Transport, work: Callable[[], T]) -> T:
 def _put_or_undo(put_dense: Callable[[], None], dense: Dense, transport: Transport) -> None:
     """The model may have code of its own that takes its state, and that may fail, on one worker too: then nothing has changed
     on any."""
-    put_back, optimizer = remember(dense.model), dense.optimizer
+    put_back, optimizer, scheduler = remember(dense.model), dense.optimizer, dense.lr_scheduler
+    rates = None if scheduler is None else state_of(scheduler)
     before = None if optimizer is None else (optimizer.state, [dict(group) for group in optimizer.param_groups])
     try:
         transport.together(put_dense, what="checkpoint")
@@ -140,6 +145,8 @@ def _put_or_undo(put_dense: Callable[[], None], dense: Dense, transport: Transpo
         put_back()
         if optimizer is not None and before is not None:
             optimizer.state, optimizer.param_groups = before
+        if scheduler is not None:
+            put_state(scheduler, rates)
         raise
 
 
@@ -187,8 +194,9 @@ def _wanted(manifest: Manifest, stores: Sequence[TableStore], tables: Sequence[s
     return [store for store in stores if store.table.name in names]
 
 
-def _read_states(manifest: Manifest, transport: Transport) -> tuple[list[int], bytes | None]:
-    """Every worker's place in its data; and this one's generator, if there were as many workers then."""
+def _read_states(manifest: Manifest, transport: Transport) -> tuple[list[int], list[Any], bytes | None]:
+    """Every worker's place in its data, and what the data said of it; and this one's generator, if there were as many workers
+    then."""
     world = manifest.world
     states = [json.loads((manifest.path / state_file(rank, world)).read_text()) for rank in range(world)]
     rng = None
@@ -198,7 +206,7 @@ def _read_states(manifest: Manifest, transport: Transport) -> tuple[list[int], b
             torch.Generator().set_state(_as_state(rng))  # one that is of no account
         except (RuntimeError, binascii.Error) as error:
             raise Damaged(f"the random state of the checkpoint is of another version of torch: {error}") from None
-    return [int(state["position"]) for state in states], rng
+    return [int(state["position"]) for state in states], [state.get("data") for state in states], rng
 
 
 def _read_all(chain: Sequence[Manifest], stores: Sequence[Held]) -> None:
@@ -269,24 +277,49 @@ def _load_unchanged(chain: Sequence[Manifest], held: Held) -> None:
                     store.put(some[wanted], records[wanted])
 
 
-def _read_dense(path: Path, dense: Dense) -> Callable[[], None]:
+def _read_dense(path: Path, dense: Dense, transport: Transport) -> Callable[[], None]:
     """Reads the model and its optimizer and compares them with what is here; what it returns puts them there."""
     state_of_model = weights.from_bytes((path / DENSE).read_bytes())
     weights.check_fits(state_of_model, dense.model, where=path, kind="checkpoint")
-    optimizer, state = dense.optimizer, None if dense.optimizer is None else _read_optimizer(path, dense.optimizer)
+    optimizer, scheduler = dense.optimizer, dense.lr_scheduler
+    settings = None if optimizer is None else _read_settings(path)
+    state = None if optimizer is None else _read_optimizer(path, optimizer, settings)
+    rates = _rates_of(path, scheduler, settings, tells=transport.rank == 0)
 
     def put() -> None:
         dense.model.load_state_dict(state_of_model)
         if optimizer is not None:
             optimizer.load_state_dict(state)  # type: ignore[arg-type]
+        if scheduler is not None:
+            put_state(scheduler, rates)
 
     return put
 
 
-def _read_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _read_settings(path: Path) -> Any:
     if not (path / OPTIMIZER_SETTINGS).exists():
         raise ValueError(f"{path} has no dense optimizer; the model had nothing to train when it was saved")
-    settings = json.loads((path / OPTIMIZER_SETTINGS).read_text())
+    return json.loads((path / OPTIMIZER_SETTINGS).read_text())
+
+
+def _rates_of(path: Path, scheduler: Any, settings: Any, *, tells: bool) -> Any:
+    """The state of the lr_scheduler. One that is here only would begin anew in the middle of a run; one that is there only is not
+    needed to look at what was trained."""
+    there, state = (settings or {}).get("lr_scheduler", (None, None))
+    if scheduler is None:
+        if there is not None and tells:
+            log.warning(
+                f"{path} has the state of an lr_scheduler ({there}), and there is none here: dense learning rates stay"
+            )
+        return None
+    here = type(scheduler).__name__
+    if there != here:
+        was = f"with lr_scheduler {there}" if there else "without an lr_scheduler"
+        raise ValueError(f"{path} was saved {was}, and the one here is {here}; make the trainer with the same")
+    return state
+
+
+def _read_optimizer(path: Path, optimizer: torch.optim.Optimizer, settings: Any) -> dict[str, Any]:
     groups, here = settings["param_groups"], optimizer.param_groups
     sizes, sizes_here = ([len(group["params"]) for group in some] for some in (groups, here))
     if sizes != sizes_here:

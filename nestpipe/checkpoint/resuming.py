@@ -25,6 +25,7 @@ def content_of(
     recipe: Mapping[str, Any] | None,
     run: str | None,
     base: Base | None,
+    extra: Mapping[str, Any],
 ) -> Content:
     training, plan = worker.training, worker.ops.plan
     names = [plan.tables[k].name for k in plan.declared]
@@ -42,8 +43,9 @@ def content_of(
         inits={plan.tables[k].name: init_entry(plan.tables[k].init) for k in plan.declared},
         features=[dataclasses.asdict(feature) for feature in plan.features],
         recipe=recipe,
+        extra=extra,
     )
-    return Content(worker.stores, worker.dense, training.steps, training.position, settings, base)
+    return Content(worker.stores, worker.dense, training.steps, training.position, settings, base, training.data_state)
 
 
 def _owners(worker: Worker, k: int) -> list[int] | None:
@@ -61,7 +63,11 @@ def load_into(worker: Worker, path: Path, tables: Sequence[str] | None) -> Setti
     if worker.rows.any(used):
         raise ValueError(
             f"load into a trainer that has not trained yet; this one has done {training.steps} steps"
-            + ("" if training.steps else " and failed in its first: it has looked up keys. Make a new one")
+            + (
+                ""
+                if training.steps
+                else " but has rows already (of put_rows, or of a first step that failed). Make a new one"
+            )
         )
     with worker.all_or_nothing():
         loaded = load(
@@ -79,11 +85,18 @@ def load_into(worker: Worker, path: Path, tables: Sequence[str] | None) -> Setti
     # With another number of workers the data is cut otherwise: as many batches of all workers are passed over.
     same = len(loaded.positions) == worker.world
     position = loaded.positions[worker.rank] if same else sum(loaded.positions) // worker.world
-    training.start_at(loaded.step, position)
+    training.start_at(loaded.step, position, loaded.data_states[worker.rank] if same else None)
+    if not same and any(state is not None for state in loaded.data_states):
+        training.data_lost = (
+            f"{path} was saved by {len(loaded.positions)} workers, each of which has a state of its data, and here are "
+            f"{worker.world}: go on with as many workers as it was saved by, or give the data from where it is to go on"
+        )
     if loaded.torch_rng is not None:
         set_torch_rng(loaded.torch_rng)
     # Those of the dense optimizer have come with it: a scheduler of the user's own may have set them.
     worker.scale_row_lr(settings.lr_factor)
+    if worker.dense.lr_scheduler is not None:
+        worker.dense.scale_lr(settings.lr_factor)
     if training.tuning is not None and settings.micro_batches:  # measured before
         training.tuning = None
         training.cut_into(settings.micro_batches)

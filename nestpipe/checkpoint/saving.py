@@ -36,8 +36,10 @@ from nestpipe.checkpoint.manifest import (
 )
 from nestpipe.checkpoint.settings import Settings
 from nestpipe.engine.dense import Dense
+from nestpipe.engine.lr_scheduler import state_of
 from nestpipe.errors import TrainingError
 from nestpipe.exchange.transport import Transport
+from nestpipe.files import check_local
 from nestpipe.sealed import checksum, partial_of, sync_file, sync_folder, write_durably
 from nestpipe.store.table_store import TableStore
 from nestpipe.tensorfile import TensorWriter
@@ -51,7 +53,7 @@ Part = tuple[str, Callable[[Path], None]]  # a file's name and what writes it
 class Content:
     """What there is to save, on one worker, all of one instant.
 
-    position: batches that this worker has taken from its data.
+    position: batches that this worker has taken from its data. data_state: what the data said of itself then, if it does.
     base: the full checkpoint, in the same folder, since which only what changed is written; None: all is.
     """
 
@@ -61,6 +63,7 @@ class Content:
     position: int
     settings: Settings
     base: Base | None = None
+    data_state: Any = None
 
     @property
     def of_tables(self) -> list[list[TableStore]]:
@@ -73,6 +76,7 @@ class Content:
 
 def check_new(path: Path, transport: Transport) -> None:
     """Raises ValueError if there is something already. All workers call it, before `save`."""
+    check_local(path)
     if transport.gather_objects(os.path.exists(path))[0]:
         raise ValueError(f"{path} exists already; save each checkpoint to a new folder")
 
@@ -112,13 +116,14 @@ def parts_of(content: Content, rank: int, world: int) -> list[Part]:
     ]
     state = {
         "position": content.position,
+        "data": content.data_state,
         "torch_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
     }
     parts.append((state_file(rank, world), _writer(json.dumps(state).encode())))
     if rank == 0:
         parts.append((DENSE, _writer(weights.to_bytes(content.dense.model))))
         if content.dense.optimizer is not None:
-            parts += _optimizer_parts(content.dense.optimizer)
+            parts += _optimizer_parts(content.dense.optimizer, content.dense.lr_scheduler)
     for store in content.stores:
         store.records(np.empty(0, np.int64))  # its kernels are loaded now, not by a process that must not take locks
     return parts
@@ -171,7 +176,7 @@ def _writer(content: bytes) -> Callable[[Path], None]:
     return lambda path: write_durably(path, content)
 
 
-def _optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
+def _optimizer_parts(optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> list[Part]:
     state = optimizer.state_dict()
     tensors, plain = {}, {}
     for index, entries in state["state"].items():
@@ -185,6 +190,8 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
         for group in state["param_groups"]
     ]
     settings = {"plain": plain, "param_groups": groups}
+    if lr_scheduler is not None:
+        settings["lr_scheduler"] = [type(lr_scheduler).__name__, state_of(lr_scheduler)]
     text = (json.dumps(settings, indent=1) + "\n").encode()
     return [(OPTIMIZER, _writer(tensors_to_bytes(tensors))), (OPTIMIZER_SETTINGS, _writer(text))]
 

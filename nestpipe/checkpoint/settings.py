@@ -21,6 +21,7 @@ class Settings:
     inits, features, recipe: for `nestpipe export`: {table: the law of its first values}, features as declared, the model's kind
         and arguments. None: there is no config that says so; or a version has saved it that did not note them.
     replicas: {table: how many times it was held, if more than once}: of workers that held the same each has saved a part.
+    extra: JSON values by name, see Trainer.extra.
     """
 
     lr_factor: float
@@ -35,6 +36,7 @@ class Settings:
     inits: Mapping[str, Mapping[str, Any]] | None = None
     features: Sequence[Mapping[str, Any]] | None = None
     recipe: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -67,8 +69,23 @@ class Settings:
             raise ValueError(f"inits are {inits!r:.80}, the recipe of the model {recipe!r:.80}")
         if features is not None and (type(features) is not list or not all(type(one) is dict for one in features)):
             raise ValueError(f"the features are {features!r:.80}")
+        extra = values.get("extra", {})
+        if type(extra) is not dict:
+            raise ValueError(f"extra is {extra!r:.80}")
         return cls(
-            lr_factor, pooled_at_owner, owners, measured, config, run, replicas, hot, balance, inits, features, recipe
+            lr_factor,
+            pooled_at_owner,
+            owners,
+            measured,
+            config,
+            run,
+            replicas,
+            hot,
+            balance,
+            inits,
+            features,
+            recipe,
+            extra=extra,
         )
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nestpipe.config.fitted import note_fitted
 from nestpipe.config.kinds import check_features, dataset_class
 from nestpipe.config.sections import DENSE_OPTIMIZERS, Config
 from nestpipe.config.tables import make_tables
@@ -33,7 +34,8 @@ class Built:
 def build(config: Config) -> Built:
     data = made("data", dataset_class(config.data), arguments(config.data))
     check_features(data)
-    tables, features = make_tables(config.tables, data.features)
+    note_fitted(config, data)
+    tables, features = make_tables(config.tables, data.features, config.train)
     recipe = _recipe(config, data, tables, features)
     torch.manual_seed(config.train.seed)
     model = made("model", model_class(recipe), arguments(recipe))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nestpipe.data import DATASETS, SPLITS
+from nestpipe.data.tabular import Tabular
 from nestpipe.errors import did_you_mean
 from nestpipe.fields import check, hints
 from nestpipe.kinds import MODELS, arguments, class_of
@@ -41,6 +42,14 @@ def check_arguments(section: str, values: Mapping[str, Any], kind: type[Any]) ->
             raise ValueError(f"config: {section}.{name}, {did_you_mean(name, list(parameters))}")
         if kind in (*DATASETS.values(), *MODELS.values()):
             check(f"config: {section}.{name}", value, hints(kind.__init__)[name])
+    if section == "data" and issubclass(kind, Tabular):
+        try:
+            inspect.signature(kind).bind(**arguments(values))
+            kind.check_entries(arguments(values))
+        except TypeError as error:
+            raise ValueError(f"config: the entries of [data] do not fit {kind.__name__}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"config: data: {error}") from error
 
 
 def _not_a_dataset(own: Any) -> str | None:

@@ -19,10 +19,10 @@ from nestpipe.schedule.setting import Setting
 SECTIONS = ("data", "model", "tables", "train", "schedule")
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The file with `--set key=value` entries applied on top."""
+def read(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """What a TOML file describes. overrides: entries that stand in place of its own, as `--set` takes them: "train.steps=20"."""
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -60,11 +60,11 @@ def parse(values: Mapping[str, Any]) -> Config:
     data, model, tables = (dict(values[name]) for name in ("data", "model", "tables"))
     check_arguments("data", data, dataset_class(data))
     check_arguments("model", model, model_class(model))
+    train = section(TrainSection, "train", values.get("train", {}))
     for name, table in tables.items():
         if not isinstance(table, Mapping):
             raise ValueError(f"config: tables.{name} must be a section [tables.{name}], got {table!r}")
-        make_table(name, *declared(name, table))
-    train = section(TrainSection, "train", values.get("train", {}))
+        make_table(name, *declared(name, table), train)
     return Config(data, model, tables, train, *_schedule(values.get("schedule", {})))
 
 

@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestpipe.config.sections import DTYPES, TableSection, section
+from nestpipe.config.sections import DTYPES, TableSection, TrainSection, section
 from nestpipe.errors import did_you_mean
 from nestpipe.fields import check, hints
 from nestpipe.optim import OPTIMIZERS
@@ -29,7 +29,7 @@ def declared(name: str, values: Mapping[str, Any]) -> tuple[TableSection, dict[s
 
 
 def make_tables(
-    sections: Mapping[str, Mapping[str, Any]], data_features: Sequence[str]
+    sections: Mapping[str, Mapping[str, Any]], data_features: Sequence[str], train: TrainSection
 ) -> tuple[list[Table], list[Feature]]:
     tables, features = [], []
     for pattern, values in sections.items():
@@ -41,13 +41,14 @@ def make_tables(
                 f"config: tables.{pattern!r} fits no feature of the data, which has {', '.join(data_features)}"
             )
         for name in names:
-            tables.append(make_table(name, declaration, settings))
+            tables.append(make_table(name, declaration, settings, train))
             features.extend(_features(name, declaration, data_features))
     return tables, features
 
 
-def make_table(name: str, declaration: TableSection, settings: Mapping[str, Any]) -> Table:
+def make_table(name: str, declaration: TableSection, settings: Mapping[str, Any], train: TrainSection) -> Table:
     """What Table, Eviction and the row optimizer refuse is told with the table's section."""
+    lr_schedule = declaration.lr_schedule(name, train)
     try:
         evicts = declaration.max_rows is not None or declaration.ttl is not None
         return Table(
@@ -69,6 +70,8 @@ def make_table(name: str, declaration: TableSection, settings: Mapping[str, Any]
             sync=declaration.sync,
             sync_every=declaration.sync_every,
             hot=declaration.hot,
+            lr_schedule=lr_schedule,
+            frozen_until=declaration.frozen_until,
         )
     except ValueError as error:
         raise ValueError(f"config: tables.{name}: {error}") from error

@@ -11,7 +11,7 @@ import torch
 
 from nestpipe.batch import Batch
 from nestpipe.data import dataset
-from nestpipe.data.files import LineBlock, SplitFiles, find_text_files, line_blocks, shown, wrong_columns
+from nestpipe.data.files import LineBlock, SplitFiles, find_text_files, shown, wrong_columns
 from nestpipe.data.stream import Streamed, Unparsed
 from nestpipe.kernels.jit import kernel
 
@@ -24,9 +24,10 @@ class Criteo(Streamed):
     """Keys "C1" .. "C26" (the hexadecimal number itself; a missing one is an empty list), `dense["dense"]` [B, 13] as
     log(1 + max(x, 0)) with 0 for a missing one, labels 0 or 1.
 
-    path: a path, a glob pattern or a list of them, read in sorted order; `.gz` is read too.
+    path: a path, a glob pattern or a list of them, here or at a URL (s3://, ...); `.gz` is read too.
     valid, test: files of their own; without them a tenth of the lines each is held out, by a hash of the line number.
-    shuffle_buffer: how many training rows are held to be mixed; 0 keeps the order of the files.
+    shuffle_buffer: how many training rows are held to be mixed, while files come in another order at every epoch; 0 keeps the
+        order of the rows, and of the files by name.
     """
 
     features = tuple(f"C{number}" for number in range(1, _NUM_KEYS + 1))
@@ -46,7 +47,15 @@ class Criteo(Streamed):
         self._block_bytes = block_bytes
 
     def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Unparsed]:
-        for block in line_blocks(self._files.files(split), rank=rank, world=world, block_bytes=self._block_bytes):
+        for block in self._files.blocks(
+            split,
+            rank=rank,
+            world=world,
+            seed=seed,
+            epoch=epoch,
+            shuffled=self._shuffle_buffer > 0,
+            block_bytes=self._block_bytes,
+        ):
             kept = self._files.mask(split, first=block.first_line, count=block.num_lines)
             yield Unparsed(int(kept.sum()), partial(parse, block, kept=kept))
 

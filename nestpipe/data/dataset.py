@@ -33,6 +33,11 @@ class Dataset(Protocol):
     What `batches` returns may have `skip(count) -> int`, which passes over the first batches without making them and returns
     how many there were: a run that is resumed asks for it, and takes them one by one where there is none.
 
+    What `batches` returns may never end; then `train.steps` says when training does, or a signal. If it cannot be read again from
+    its beginning (a stream of events), it has `state_dict()`, which says where it stands after the batch that it gave last, and
+    `load_state_dict(state)`, which goes on from there: checkpoints hold the state, and a resumed run gives it back instead of
+    passing over batches. A state is made of numbers, strings, bytes, lists, dicts, arrays and tensors.
+
     A data set of which every rank can make any sample by itself may have `epoch(split, seed=, epoch=) -> Epoch`: then batches are
     cut by tokens, and dealt to ranks, without a sample travelling (data/epoch.py).
 

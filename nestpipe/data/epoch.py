@@ -16,6 +16,7 @@ import numpy as np
 from nestpipe.batch import Batch
 from nestpipe.data.dataset import Indexed, num_global_batches, rank_slice
 from nestpipe.kernels.dealing import costs_of, deal
+from nestpipe.source_state import has_state
 
 PIECE = 256  # samples that a stream is asked for at a time when batches are made by tokens
 
@@ -146,18 +147,27 @@ def training_batches(
     world: int,
     seed: int,
     epoch: int = 0,
-) -> Iterator[Batch]:
+) -> Any:
     """The batches of one rank for one epoch of training, by samples or by tokens, dealt where the data can be read by index.
+
+    An iterator; or what the data gives itself, if it has a state: to be restored before it is gone through.
 
     tokens: the feature whose keys are counted in data that cannot be.
     """
     how = {"rank": rank, "world": world, "seed": seed, "epoch": epoch}
     if batch_tokens is None and squares is None:
-        return iter(data.batches("train", batch_size=batch_size, **how))  # a data set of one's own may give a list
+        batches = data.batches("train", batch_size=batch_size, **how)
+        return batches if has_state(batches) else iter(batches)  # a data set of one's own may give a list
     by_index = epoch_of(data, "train", seed=seed, epoch=epoch)
     if by_index is not None and tokens in (None, by_index.tokens):
         return Cut(by_index, batch_size=batch_size, batch_tokens=batch_tokens, world=world, squares=squares).batches(
             rank
         )
     assert batch_tokens is not None and tokens is not None and squares is None
-    return by_tokens(data.batches("train", batch_size=PIECE, **how), batch_tokens, tokens=tokens)
+    batches = data.batches("train", batch_size=PIECE, **how)
+    if has_state(batches):
+        raise ValueError(
+            f"config: train.batch_tokens cuts the batches of {type(data).__name__} anew, and where it stands then no state of it "
+            f"says: set train.batch_size, and cut batches by tokens in the data"
+        )
+    return by_tokens(batches, batch_tokens, tokens=tokens)

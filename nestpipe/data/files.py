@@ -1,41 +1,66 @@
-"""Finding files, reading them in blocks of whole lines, and which lines are held out."""
+"""Finding files, and which of their rows are held out."""
 
 from __future__ import annotations
 
-import dataclasses
 import glob
-import gzip
 import os
-import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, cast
+from pathlib import Path
 
 import numpy as np
 
-from nestpipe.data.dataset import SPLITS
+from nestpipe.data import remote
+from nestpipe.data.dataset import SPLITS, generator
 from nestpipe.data.draws import buckets
+from nestpipe.data.lines import LineBlock, LineIndex, line_blocks, shown, wrong_columns
 
-Paths = str | list[str]  # a path, a glob pattern or a list of them
-_FIX = "complete the row or cut it off"
+__all__ = ["LineBlock", "LineIndex", "line_blocks", "shown", "wrong_columns"]  # of text files, beside what is here
+
+Paths = str | list[str]  # a path, a glob pattern or a list of them; URLs too
 
 
 def find_files(path: Paths) -> list[str]:
-    """The files that a path, a glob pattern or a list of them names, in a fixed order; ValueError if there are none."""
+    """The files that a path, a glob pattern or a list of them names, in a fixed order; ValueError if there are none.
+
+    Each on this machine, or a URL: s3://, gs://, hdfs://, or any other that fsspec opens.
+    """
     files: list[str] = []
     for pattern in [path] if isinstance(path, str) else path:
-        # An exact name first: brackets in it are not a pattern then.
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
-        if not matches:
-            raise ValueError(f"no file matches {pattern!r}; check the path (relative paths start at {os.getcwd()})")
-        for match in matches:
-            if os.path.isdir(match):
-                raise ValueError(f"{match!r} is a folder; name its files, for example {os.path.join(match, '*')!r}")
-            if os.path.getsize(match) == 0:
-                raise ValueError(f"{match} is empty; remove it from the list or write it again")
-        files += matches
+        pattern = remote.local_path(pattern)
+        files += _at_url(pattern) if remote.is_url(pattern) else _here(pattern)
     if not files:
         raise ValueError("the list of paths is empty; name at least one file")
     return files
+
+
+def _here(pattern: str) -> list[str]:
+    # An exact name first: brackets in it are not a pattern then.
+    matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+    if not matches:
+        raise ValueError(f"no file matches {pattern!r}; check the path (relative paths start at {os.getcwd()})")
+    for match in matches:
+        if os.path.isdir(match):
+            raise ValueError(f"{match!r} is a folder; name its files, for example {os.path.join(match, '*')!r}")
+        _check_size(match, os.path.getsize(match))
+    return matches
+
+
+def _at_url(pattern: str) -> list[str]:
+    exact = remote.look(pattern)
+    matches = [pattern] if exact.kind != "missing" else remote.matching(pattern)
+    if not matches:
+        raise ValueError(f"no file matches {pattern!r}; check the name of the bucket or host, and the path behind it")
+    for match in matches:
+        entry = exact if match == pattern else remote.look(match)
+        if entry.kind == "folder":
+            raise ValueError(f"{match!r} is a folder; name its files, for example {match.rstrip('/') + '/*'!r}")
+        _check_size(match, entry.num_bytes)
+    return matches
+
+
+def _check_size(file: str, num_bytes: int) -> None:
+    if num_bytes == 0:
+        raise ValueError(f"{file} is empty; remove it from the list or write it again")
 
 
 def find_text_files(path: Paths) -> list[str]:
@@ -44,71 +69,12 @@ def find_text_files(path: Paths) -> list[str]:
     for name in names:
         if name.endswith(".gz"):
             continue  # only reading it all would tell; `line_blocks` does
-        with open(name, "rb") as file:
+        with remote.open_input(name, read_bytes=1) as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 for _ in line_blocks([name]):
                     pass
     return names
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LineBlock:
-    """Whole lines of one file, each with its newline; the first is line `first_line` (the first of a file is 1)."""
-
-    path: str
-    first_line: int
-    text: bytes
-
-    @property
-    def num_lines(self) -> int:
-        return self.text.count(b"\n")
-
-
-def line_blocks(
-    paths: list[str], *, rank: int = 0, world: int = 1, block_bytes: int = 1 << 18, skip_lines: int = 0
-) -> Iterator[LineBlock]:
-    """Every world-th block of about `block_bytes`, counted through all files. Others are read, not parsed."""
-    index = 0
-    for path in paths:
-        with _open(path) as file:
-            line = 1
-            try:
-                for _ in range(skip_lines):
-                    line += file.readline().endswith(b"\n")
-                while text := file.read(block_bytes):
-                    if not text.endswith(b"\n"):
-                        text += file.readline()
-                    if not text.endswith(b"\n"):
-                        raise _cut_off(path, line + text.count(b"\n"), text[text.rfind(b"\n") + 1 :])
-                    if index % world == rank:
-                        yield LineBlock(path, line, text)
-                    line += text.count(b"\n")
-                    index += 1
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ValueError(
-                    f"{path} is damaged or cut off after line {line - 1} ({error}); fetch it again"
-                ) from error
-
-
-def shown(text: bytes) -> str:
-    """A piece of a file as it may stand in a message."""
-    text = text.rstrip(b"\r\n")
-    return repr((text if len(text) <= 60 else text[:57] + b"...").decode("utf-8", "replace"))
-
-
-def _cut_off(path: str, line: int, text: bytes) -> ValueError:
-    return ValueError(f"{path} ends in the middle of line {line}, {shown(text)}, with no newline after it; {_FIX}")
-
-
-def wrong_columns(path: str, line: int, got: int, expected: int) -> ValueError:
-    return ValueError(
-        f"{path}, line {line}: {got} columns instead of {expected}; if the file was cut off there, {_FIX}"
-    )
-
-
-def _open(path: str) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb")
 
 
 class SplitFiles:
@@ -121,6 +87,8 @@ class SplitFiles:
 
     def __init__(self, *, train: list[str], valid: list[str] | None, test: list[str] | None) -> None:
         self._files = {"train": train, "valid": valid, "test": test}
+        self._index = LineIndex()  # of "train"
+        self._other_index = LineIndex()  # of the others, which another process may read
 
     @classmethod
     def named(
@@ -131,6 +99,29 @@ class SplitFiles:
 
     def files(self, split: str) -> list[str]:
         return self._files[split] or self._files["train"] or []
+
+    def remember(self, file: Path) -> None:
+        """Keeps in a file where the lines of training files lie."""
+        self._index = LineIndex(file)
+
+    def blocks(
+        self,
+        split: str,
+        *,
+        rank: int,
+        world: int,
+        seed: int,
+        epoch: int,
+        shuffled: bool,
+        block_bytes: int,
+        skip_lines: int = 0,
+    ) -> Iterator[LineBlock]:
+        """The lines of one rank in text files. shuffled: at "train" files come in an order of this seed and epoch."""
+        files = self.files(split)
+        if shuffled and split == "train":  # the same order on every rank, so that each block has one taker
+            files = [files[where] for where in generator(seed, epoch).permutation(len(files))]
+        index = self._index if split == "train" else self._other_index
+        return line_blocks(files, rank=rank, world=world, block_bytes=block_bytes, skip_lines=skip_lines, index=index)
 
     def mask(self, split: str, *, first: int, count: int) -> np.ndarray:
         """Which of the rows first .. first + count - 1 of a file of the split belong to it."""

@@ -44,7 +44,8 @@ class HistoryDataset:
         history before the last item, which is the target. Users with fewer than three items train with what they have
         and are not evaluated.
 
-    max_length: only the latest items of a history are given. `dense["seen"]` of "valid" and "test" has all before the target.
+    max_length: only the latest items of a history are given. `dense["seen"]` of "valid" and "test" has all before the target,
+        `dense["user"]` the user.
     num_negatives: uniform over all items (the user's own are not left out), fixed by (seed, epoch, user).
     negatives_per: "sample": so many for each sample; "position": for each item of a history but the last.
     log_q: adds `dense["log_q"]`: of each item of a history the logarithm of its share of all training events, for in-batch
@@ -53,6 +54,9 @@ class HistoryDataset:
         user has next and 0 for `num_negatives` drawn ones, and `dense["now"]`, the time of the first of the former. At "train" a
         history is cut somewhere, by (seed, epoch, user), and the next items are clicked, up to `num_clicked` of them; where there
         is no next item there are no candidates. At "valid" and "test" the target is clicked.
+    pairs: the data is for two-tower models: `keys["target"]` instead of negatives, one item a sample. At "train" every item of a
+        history that has one before it is a sample, with the items before it as `keys["history"]`. `dense["user"]` [B] says
+        whose it is, `dense["log_q"]` is [B], of the targets.
     """
 
     features = ("history", "negatives")
@@ -66,13 +70,17 @@ class HistoryDataset:
         negatives_per: str = "sample",
         log_q: bool = False,
         num_clicked: int = 0,
+        pairs: bool = False,
     ) -> None:
         dataset.check_at_least(max_length=(max_length, 1), num_clicked=(num_clicked, 0))
         check_negatives(num_negatives, negatives_per)
         self.histories, self.num_clicked = histories, num_clicked
         self.has_lists = num_clicked > 0
-        if self.has_lists:
-            self.features = ("history", "candidates")
+        if pairs and self.has_lists:
+            raise ValueError("num_clicked makes lists of candidates, pairs single targets; set one of them")
+        self.pairs = pairs
+        if self.has_lists or pairs:
+            self.features = ("history", "candidates" if self.has_lists else "target")
         self.max_length, self.num_negatives, self.negatives_per = max_length, num_negatives, negatives_per
         self._catalogue = np.unique(histories.items)
         lengths = np.diff(histories.offsets)
@@ -105,21 +113,29 @@ class HistoryDataset:
 
     def epoch(self, split: str, *, seed: int, epoch: int) -> Epoch:
         """All samples of an epoch, to be read by index."""
-        if split == "train":
-            samples = dataset.generator(seed, epoch, _ORDER).permutation(len(self.histories.users))
-        else:
-            samples, epoch = self._evaluated, 0
-        negatives = stream_of(seed, epoch, dataset.SPLITS.index(split), _NEGATIVES)
-
         begins, ends = self.histories.offsets, self._ends[split]
         if self.has_lists and split == "train":
             ends = self._cuts(stream_of(seed, epoch, _CUT))
+        if split == "train":
+            users, stops = self._next_items() if self.pairs else (np.arange(len(self.histories.users)), ends)
+            order = dataset.generator(seed, epoch, _ORDER).permutation(len(users))
+            users, stops = users[order], stops[order]
+        else:
+            users, epoch = self._evaluated, 0
+            stops = ends[users]
+        negatives = stream_of(seed, epoch, dataset.SPLITS.index(split), _NEGATIVES)
         return Epoch(
-            len(samples),
+            len(users),
             "history",
-            lambda places: np.minimum(ends[samples[places]] - begins[samples[places]], self.max_length),
-            lambda places: self._batch(samples[places], ends[samples[places]], split, negatives),
+            lambda places: np.minimum(stops[places] - begins[users[places]], self.max_length),
+            lambda places: self._batch(users[places], stops[places], split, negatives),
         )
+
+    def _next_items(self) -> tuple[np.ndarray, np.ndarray]:
+        """All training items that have one before them: whose they are, and where."""
+        begins, ends = self.histories.offsets[:-1], self._ends["train"]
+        where, offsets = _between(begins + 1, np.maximum(ends, begins + 1))
+        return np.repeat(np.arange(len(begins)), np.diff(offsets)), where
 
     def _cuts(self, stream: np.uint64) -> np.ndarray:
         """Of each user, where the training history ends that has a next item: behind one of its items but the last."""
@@ -136,6 +152,10 @@ class HistoryDataset:
         if split != "train":
             whole, whole_offsets = _between(store.offsets[users], ends)
             dense[SEEN] = dataset.jagged(store.items[whole], whole_offsets)
+            if store.users.dtype.kind == "i":  # names are no tensor
+                dense["user"] = torch.from_numpy(store.users[users])
+        if self.pairs:
+            return self._pairs(users, ends, split, dataset.jagged(store.items[where], offsets), dense)
         if self._log_q is not None:
             dense["log_q"] = dataset.jagged(self._log_q[where], offsets.copy())
         if self.has_lists:
@@ -156,6 +176,20 @@ class HistoryDataset:
             dense=dense,
             labels=None if split == "train" else torch.from_numpy(store.items[ends]),
         )
+
+    def _pairs(
+        self, users: np.ndarray, ends: np.ndarray, split: str, history: Jagged, dense: dict[str, Tensor | Jagged]
+    ) -> Batch:
+        """Histories that end at `ends`, and the item that comes next."""
+        targets = self.histories.items[ends]
+        if split == "train":
+            named = self.histories.users.dtype.kind == "i"
+            # Only whether it is the same user counts: where names are no numbers, the place among all users tells.
+            dense["user"] = torch.from_numpy(self.histories.users[users] if named else users)
+        if self._log_q is not None:
+            dense["log_q"] = torch.from_numpy(self._log_q[ends])
+        keys = {"history": history, "target": dataset.jagged(targets, np.arange(len(ends) + 1))}
+        return Batch(keys, dense, None if split == "train" else torch.from_numpy(targets.copy()))
 
     def _lists(
         self,

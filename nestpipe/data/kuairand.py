@@ -21,10 +21,11 @@ class KuaiRand(Streamed):
     """One sample per shown video: keys "user", "video", "tab" and "hour" (0 to 23), `dense["dense"]` [B, 1] the log of
     the video's duration in seconds, labels 0 or 1.
 
-    path: a path, a glob pattern or a list of them, read in sorted order; `.gz` is read too.
+    path: a path, a glob pattern or a list of them, here or at a URL (s3://, ...); `.gz` is read too.
     valid, test: files of their own; without them a tenth of the lines each is held out, by a hash of the line number.
     label: any 0/1 column: is_click, is_like, long_view, ...
-    shuffle_buffer: how many training rows are held to be mixed; 0 keeps the order of the files.
+    shuffle_buffer: how many training rows are held to be mixed, while files come in another order at every epoch; 0 keeps the
+        order of the rows, and of the files by name.
     """
 
     features = ("user", "video", "tab", "hour")
@@ -48,8 +49,16 @@ class KuaiRand(Streamed):
         self._headers = {file: read_header(file, needed=list(self._types)) for file in files}
 
     def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Unparsed]:
-        files = self._files.files(split)
-        for block in line_blocks(files, rank=rank, world=world, block_bytes=self._block_bytes, skip_lines=1):
+        for block in self._files.blocks(
+            split,
+            rank=rank,
+            world=world,
+            seed=seed,
+            epoch=epoch,
+            shuffled=self._shuffle_buffer > 0,
+            block_bytes=self._block_bytes,
+            skip_lines=1,
+        ):
             kept = np.flatnonzero(self._files.mask(split, first=block.first_line, count=block.num_lines))
             yield Unparsed(len(kept), partial(self._piece, block, kept))
 
@@ -78,7 +87,7 @@ class KuaiRandSequences(HistoryDataset):
     """The videos to which each user reacted well (`positive`, a 0/1 column), in the order of time.
 
     The split and the other arguments: see HistoryDataset.
-    path: a path, a glob pattern or a list of them; `.gz` is read too.
+    path: a path, a glob pattern or a list of them, here or at a URL (s3://, ...); `.gz` is read too.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class KuaiRandSequences(HistoryDataset):
         negatives_per: str = "sample",
         log_q: bool = False,
         num_clicked: int = 0,
+        pairs: bool = False,
     ) -> None:
         histories = read_positive(find_text_files(path), positive=positive)
         super().__init__(
@@ -100,6 +110,7 @@ class KuaiRandSequences(HistoryDataset):
             negatives_per=negatives_per,
             log_q=log_q,
             num_clicked=num_clicked,
+            pairs=pairs,
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
-from nestpipe.data.files import find_text_files, line_blocks, shown
+from nestpipe.data.files import LineBlock, find_text_files, line_blocks, shown
 from nestpipe.data.histories import Histories, HistoryDataset
 from nestpipe.data.table_text import INTEGER, NUMBER, read_columns
 
@@ -18,7 +16,7 @@ class MovieLens(HistoryDataset):
     """The rated movies of each user, `dense["timestamps"]` beside them; the format is seen from the first line.
 
     The split and the other arguments: see HistoryDataset.
-    path: a path, a glob pattern or a list of them; `.gz` is read too.
+    path: a path, a glob pattern or a list of them, here or at a URL (s3://, ...); `.gz` is read too.
     min_rating: ratings below it are left out.
     """
 
@@ -32,6 +30,7 @@ class MovieLens(HistoryDataset):
         negatives_per: str = "sample",
         log_q: bool = False,
         num_clicked: int = 0,
+        pairs: bool = False,
     ) -> None:
         histories = read_ratings(find_text_files(path), min_rating=min_rating)
         super().__init__(
@@ -41,6 +40,7 @@ class MovieLens(HistoryDataset):
             negatives_per=negatives_per,
             log_q=log_q,
             num_clicked=num_clicked,
+            pairs=pairs,
         )
 
 
@@ -50,7 +50,7 @@ def read_ratings(paths: list[str], *, min_rating: float) -> Histories:
         delimiter, header = _format_of(path)
         for block in line_blocks([path], block_bytes=1 << 20, skip_lines=header):
             if delimiter == "::":  # Arrow takes one character; no field holds a tab
-                block = dataclasses.replace(block, text=block.text.replace(b"::", b"\t"))
+                block = LineBlock(block.path, block.first_line, block.text.replace(b"::", b"\t"))
             table = read_columns(block, names=_NAMES, types=_TYPES, delimiter="," if delimiter == "," else "\t")
             kept = table.column("rating").to_numpy() >= min_rating
             for name, parts in columns.items():

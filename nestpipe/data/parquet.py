@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
-from nestpipe.batch import Batch, Jagged
+from nestpipe.batch import Batch
 from nestpipe.data import dataset
+from nestpipe.data.columns import Columns, Origin, Rows
 from nestpipe.data.files import SplitFiles, find_files
-from nestpipe.data.stream import Streamed, Unparsed
+from nestpipe.data.remote import arrow_input, is_url
+from nestpipe.data.stream import Unparsed
+from nestpipe.data.tabular import Tabular
 
 
-class Parquet(Streamed):
-    """Key features from integer columns or columns of lists of integers, `dense["dense"]` [B, n] from number columns.
+class Parquet(Tabular):
+    """Key features from columns of integers or strings, or of lists of either, `dense["dense"]` [B, n] from number columns.
 
-    path: a path, a glob pattern or a list of them.
-    keys: the key columns, each a feature of the same name; or a table of feature = column.
+    path: a path, a glob pattern or a list of them, here or at a URL (s3://, gs://, hdfs:// or any other that fsspec opens).
+    keys: the key columns, each a feature of the same name; or a table of feature = column. Integers are keys as they are,
+        strings are hashed (see `nestpipe.hash_strings`), those of a dictionary once.
     dense: the number columns, in the order in which they go into `dense["dense"]`; none by default.
     label: the label column; without it batches have no labels. `binary_label`: only 0 and 1 are accepted.
     valid, test: files of their own; without them a tenth of the rows each is held out, by a hash of the row's number in
         its file.
     shuffle_buffer: how many training rows are held to be mixed; 0 leaves the order inside a row group. The order of the
         row groups is shuffled in any case.
+    buckets: more features, from numbers: {feature = {column = ..., quantiles = 20}}, see `nestpipe.data.Bucket`.
+    crosses: more features, from others: {feature = [feature, feature, ...]}, one key for each combination.
+    log1p: those of `dense` that are given as log(1 + x), 0 for negative ones.
+    fill: what a missing or NaN dense number counts as. Without it, it stays NaN, which the trainer refuses or skips, as it is
+        told to.
+    integers: the key columns that hold integers; the files say so themselves. Given, files must agree.
 
-    A missing key is an empty list. A missing or NaN number stays NaN, which the trainer refuses or skips, as it is told
-    to.
+    A missing key is an empty list; a bucket of nothing and a cross with a part missing are, too.
     """
 
     def __init__(
@@ -44,121 +53,125 @@ class Parquet(Streamed):
         test: str | list[str] | None = None,
         shuffle_buffer: int = 65_536,
         rows_per_read: int = 8_192,
+        buckets: dict[str, dict[str, Any]] | None = None,
+        crosses: dict[str, list[str]] | None = None,
+        log1p: list[str] | None = None,
+        fill: float | None = None,
+        integers: list[str] | None = None,
     ) -> None:
         dataset.check_at_least(shuffle_buffer=(shuffle_buffer, 0), rows_per_read=(rows_per_read, 1))
-        super().__init__(shuffle_buffer=shuffle_buffer)
-        self._keys = dict(keys) if isinstance(keys, dict) else {name: name for name in keys}
-        if not self._keys:
-            raise ValueError("keys names no column; name at least one key column")
-        self.features = tuple(self._keys)
-        self._dense, self._label, self._binary_label = list(dense or []), label, binary_label
-        self._columns = list(dict.fromkeys([*self._keys.values(), *self._dense, *([label] if label else [])]))
-        self._files = SplitFiles.named(path, valid, test, find=find_files)
+        columns = Columns.declared(
+            keys=keys,
+            dense=dense,
+            label=label,
+            binary_label=binary_label,
+            buckets=buckets,
+            crosses=crosses,
+            log1p=log1p,
+            fill=fill,
+            integers=integers,
+        )
+        super().__init__(columns, SplitFiles.named(path, valid, test, find=find_files), shuffle_buffer=shuffle_buffer)
         self._rows_per_read = rows_per_read
-        for file in {file for split in dataset.SPLITS for file in self._files.files(split)}:
-            self._check_schema(file)
-
-    def _check_schema(self, file: str) -> None:
-        with _open(file) as parquet:
-            schema = parquet.schema_arrow
-        for column in self._columns:
-            if column not in schema.names:
-                raise ValueError(f"{file}: no column {column!r}; it has {', '.join(schema.names)}")
-            kind = schema.field(column).type
-            if column in self._keys.values() and not pa.types.is_integer(_item_type(kind)):
-                raise ValueError(
-                    f"{file}: key column {column!r} is {kind}; keys are integers or lists of integers: "
-                    f"hash or number them first"
-                )
-            if column in (*self._dense, self._label) and not (
-                pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-            ):
-                raise ValueError(
-                    f"{file}: column {column!r} is {kind}, not a number; cast it, or drop it from dense and label"
-                )
+        self._group_sizes: dict[str, list[int]] = {}  # rows of each row group, by file
+        schemas = {}
+        for file in dict.fromkeys(file for split in dataset.SPLITS for file in self._files.files(split)):
+            with _open(file) as parquet:
+                schemas[file] = parquet.schema_arrow
+                groups = range(parquet.num_row_groups)
+                self._group_sizes[file] = [parquet.metadata.row_group(number).num_rows for number in groups]
+        self._mapping = self._mapping.with_integers_of(schemas)
+        self._fit()
 
     def _pieces(self, split: str, rank: int, world: int, seed: int, epoch: int) -> Iterator[Unparsed]:
+        """None is read before it is parsed: what a run passes over that goes on from the middle is not."""
         groups: list[tuple[str, int, int]] = []
         for file in self._files.files(split):
-            with _open(file) as parquet:
-                first_row = 0
-                for number in range(parquet.num_row_groups):
-                    groups.append((file, number, first_row))
-                    first_row += parquet.metadata.row_group(number).num_rows
+            first_rows = np.cumsum([0, *self._group_sizes[file]]).tolist()
+            groups += [(file, number, first_row) for number, first_row in enumerate(first_rows[:-1])]
         if split == "train":  # the same order on every rank, so that each group has one taker
             groups = [groups[where] for where in dataset.generator(seed, epoch).permutation(len(groups))]
         # With fewer groups than ranks some ranks would have nothing: then deal out parts of groups instead.
         by_group = len(groups) >= world
-        part = 0
-        for file, number, row in groups[rank::world] if by_group else groups:
-            with _open(file) as parquet:
-                for records in self._records(parquet, file, number):
-                    if by_group or part % world == rank:
-                        kept = self._files.mask(split, first=row, count=records.num_rows)
-                        yield Unparsed(int(kept.sum()), partial(self._piece, records, kept, file, row))
-                    row += records.num_rows
-                    part += 1
+        turn = 0
+        for file, number, first_row in groups[rank::world] if by_group else groups:
+            group = RowGroup(file, number, self._columns, self._rows_per_read)
+            last_row = first_row + self._group_sizes[file][number]
+            for part, row in enumerate(range(first_row, last_row, self._rows_per_read)):
+                if by_group or turn % world == rank:
+                    kept = self._files.mask(split, first=row, count=min(self._rows_per_read, last_row - row))
+                    yield Unparsed(int(kept.sum()), partial(self._read_piece, group, part, kept, file, row))
+                turn += 1
 
-    def _records(self, parquet: pq.ParquetFile, file: str, group: int) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from parquet.iter_batches(
-                batch_size=self._rows_per_read, row_groups=[group], columns=self._columns, use_threads=False
-            )
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{file}, row group {group}: {error}; write the file again") from error
+    def _read_piece(self, group: RowGroup, part: int, kept: np.ndarray, file: str, first_row: int) -> Batch:
+        return self._piece(group.read(part, len(kept)), kept, file, first_row)
 
-    def _piece(self, records: pa.RecordBatch, kept: np.ndarray, file: str, first_row: int) -> Batch:
+    def _piece(self, records: Rows, kept: np.ndarray, file: str, first_row: int) -> Batch:
         """Checks all rows, gives those that are kept."""
-        parts = {name: _keys_of(records.column(column), column, file, first_row) for name, column in self._keys.items()}
-        dense: dict[str, torch.Tensor | Jagged] = {}
-        if self._dense:
-            numbers = [_numbers_of(records.column(column)) for column in self._dense]
-            dense["dense"] = torch.from_numpy(np.stack(numbers, axis=1))
-        labels = None
-        if self._label:
-            values = _numbers_of(records.column(self._label))
-            bad = np.flatnonzero((values != 0) & (values != 1))
-            if self._binary_label and len(bad):
-                raise ValueError(
-                    f"{file}, row {first_row + bad[0]}: {self._label} is {values[bad[0]]:g}, not 0 or 1; "
-                    f"correct the row, or set binary_label = false"
+        return self._kept(self._mapping.batch(records, Origin(file, first_row)), kept)
+
+
+class RowGroup:
+    """The columns of a row group in parts of so many rows, each read when it is asked for. Parts are decoded in their order: who
+    asks for an earlier one again begins at the group's front."""
+
+    def __init__(self, file: str, number: int, columns: list[str], rows_per_read: int) -> None:
+        self._file, self._number, self._columns, self._rows_per_read = file, number, columns, rows_per_read
+        self._parts: Iterator[Rows] = iter(())
+        self._next = 0  # the part that comes next
+        self._last: Rows | None = None  # the one before it
+
+    def read(self, part: int, num_rows: int) -> Rows:
+        if self._last is None or part < self._next - 1:
+            self._parts, self._next = self._from_front(), 0
+        while self._next <= part:
+            self._last = next(self._parts, None)
+            self._next += 1
+        if self._last is None or self._last.num_rows != num_rows:
+            raise ValueError(
+                f"{self._file}, row group {self._number}: it has other rows than when the run began; put the file back that was "
+                f"there, or start a new run"
+            )
+        return self._last
+
+    def _from_front(self) -> Iterator[Rows]:
+        try:
+            with _open(self._file) as parquet:
+                yield from _recut(
+                    parquet.iter_batches(
+                        batch_size=self._rows_per_read,
+                        row_groups=[self._number],
+                        columns=self._columns,
+                        use_threads=False,
+                    ),
+                    self._rows_per_read,
                 )
-            labels = torch.from_numpy(values)
-        return Batch(parts, dense, labels).select(torch.from_numpy(np.flatnonzero(kept)))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _unreadable(f"{self._file}, row group {self._number}", error, self._file) from error
+
+
+def _recut(parts: Iterator[pa.RecordBatch], num_rows: int) -> Iterator[Rows]:
+    """Arrow may give fewer rows at a time than it is asked for."""
+    held: list[pa.RecordBatch] = []
+    for records in parts:
+        held.append(records)
+        if sum(part.num_rows for part in held) < num_rows:
+            continue
+        table = records if len(held) == 1 else pa.Table.from_batches(held)
+        yield table.slice(0, num_rows)
+        held = [part for part in [records.slice(records.num_rows - (table.num_rows - num_rows))] if part.num_rows]
+    if held:
+        yield held[0] if len(held) == 1 else pa.Table.from_batches(held)
 
 
 def _open(file: str) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(file)
+        # At a URL, all columns of a row group in few requests rather than each column in many.
+        return pq.ParquetFile(arrow_input(file), pre_buffer=is_url(file))
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{file} is not a whole Parquet file ({error}); write it again") from error
+        raise _unreadable(f"{file} is not a whole Parquet file", error, file) from error
 
 
-def _item_type(kind: pa.DataType) -> pa.DataType:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return kind.value_type if is_list else kind
-
-
-def _keys_of(column: pa.Array, name: str, file: str, first_row: int) -> Jagged:
-    if column.type == _item_type(column.type):
-        values, lengths = column.drop_null(), column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
-    else:
-        values, lengths = (
-            column.flatten(),
-            column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64),
-        )
-        if values.null_count:
-            place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-            row = first_row + int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-            raise ValueError(f"{file}, row {row}: the list in {name} holds a null; remove it from the list")
-    try:
-        keys = values.cast(pa.int64()).to_numpy(zero_copy_only=False)
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"{file}, rows {first_row} to {first_row + len(column) - 1}, {name}: {error}; keys have 64 bits, signed"
-        ) from error
-    return Jagged.from_lengths(torch.from_numpy(keys.copy()), torch.from_numpy(lengths))
-
-
-def _numbers_of(column: pa.Array) -> np.ndarray:
-    return column.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)
+def _unreadable(what: str, error: Exception, file: str) -> ValueError:
+    remedy = "write it again, or, if it is sound, look at the connection" if is_url(file) else "write it again"
+    return ValueError(f"{what} ({error}); {remedy}")

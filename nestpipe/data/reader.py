@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.batch import Batch
+from nestpipe.source_state import state_of
 
 _SIZES = struct.Struct("<QQ")  # bytes of the pickle, bytes of the tensors
 _ALIGN = 64
@@ -69,6 +70,7 @@ class Reader(Iterator[Batch]):
         self._socket: socket.socket | None = None
         self._process: Any = None
         self._ended = False
+        self._state: Any = None
         self._changing = threading.Lock()  # `close` comes from another thread than `next`
         self._owner = os.getpid()
         self._pinned = torch.accelerator.is_available()
@@ -87,13 +89,18 @@ class Reader(Iterator[Batch]):
             self.close()
             raise
         if kind == "batch":
-            return value
+            batch, self._state = value
+            return batch
         self.close()
         if kind == "end":
             raise StopIteration
         error, text = value
         error.add_note(f"In the reader process:\n{text}")
         raise error
+
+    def state_dict(self) -> Any:
+        """What the source said of itself when it had given the last batch that has arrived here; None if it says nothing."""
+        return self._state
 
     def close(self) -> None:
         """Ends the process, in the middle of a batch if need be. There are no more batches then."""
@@ -133,7 +140,7 @@ class Reader(Iterator[Batch]):
         prepare()
         ours, theirs = socket.socketpair()
         process = multiprocessing.get_context("forkserver").Process(
-            target=_read, args=(theirs, *self._what), name="nestpipe-reader", daemon=True
+            target=_read, args=(theirs, dict(os.environ), *self._what), name="nestpipe-reader", daemon=True
         )
         try:
             process.start()
@@ -197,15 +204,24 @@ def _signal_name(number: int) -> str:
 
 
 def _read(
-    target: socket.socket, make: Callable[..., Iterable[Batch]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    target: socket.socket,
+    environment: dict[str, str],
+    make: Callable[..., Iterable[Batch]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
+    # Credentials of where the data lies may have come after the server began, whose environment this is a copy of.
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the trainer decides when this one ends
     threading.Thread(target=_leave_with_trainer, args=(target,), daemon=True).start()
     torch.set_num_threads(1)
     send = _Sender(target)
     try:
-        for batch in make(*args, **kwargs):
-            send("batch", batch)
+        batches = make(*args, **kwargs)
+        source = iter(batches)
+        speaker = batches if hasattr(batches, "state_dict") else source
+        for batch in source:
+            send("batch", (batch, state_of(speaker)))
         send("end", None)
     except (Exception, SystemExit) as error:
         send("error", (_sendable(error), traceback.format_exc()))

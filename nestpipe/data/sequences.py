@@ -15,7 +15,7 @@ class Sequences(HistoryDataset):
     """One history per line, users and items being integers. The split and the other arguments: see
     HistoryDataset.
 
-    path: a path, a glob pattern or a list of them; `.gz` is read too.
+    path: a path, a glob pattern or a list of them, here or at a URL (s3://, ...); `.gz` is read too.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class Sequences(HistoryDataset):
         negatives_per: str = "sample",
         log_q: bool = False,
         num_clicked: int = 0,
+        pairs: bool = False,
     ) -> None:
         super().__init__(
             read_histories(find_text_files(path)),
@@ -35,6 +36,7 @@ class Sequences(HistoryDataset):
             negatives_per=negatives_per,
             log_q=log_q,
             num_clicked=num_clicked,
+            pairs=pairs,
         )
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from nestpipe.batch import Batch
 from nestpipe.data import dataset
+from nestpipe.data.files import SplitFiles
 
 
 class Unparsed:
     """Rows of pieces of a file, in any order, that nobody has looked at yet. Made of one piece: its size, and what parses it.
 
-    A piece is held as it is for as long as one of its rows is: with a shuffle buffer that is six times as much text as the
-    buffer has rows of, until skipping is over.
+    A piece is held as it is for as long as one of its rows is: if it has been read, that is with a shuffle buffer six times as
+    much text as the buffer has rows of, until skipping is over.
     """
 
     def __init__(self, size: int, parse: Callable[[], Batch]) -> None:
@@ -36,6 +38,9 @@ class Unparsed:
     def parse(self) -> Batch:
         if self.size == 0:
             return self._pieces[0]().slice(0, 0)
+        if len(self._pieces) == 1 and np.array_equal(self._row, np.arange(self.size)):
+            batch = self._pieces[0]()  # as it was read, which is how nearly all are parsed: no copy
+            return batch if batch.size == self.size else batch.slice(0, self.size)
         used, first = np.unique(self._piece, return_inverse=True)
         parts = [self._pieces[k]().select(torch.from_numpy(self._row[self._piece == k])) for k in used]
         order = np.empty(self.size, np.int64)
@@ -148,9 +153,15 @@ class Streamed:
     """
 
     parses = True
+    _files: SplitFiles
 
     def __init__(self, *, shuffle_buffer: int) -> None:
         self._shuffle_buffer = shuffle_buffer
+
+    def remember(self, file: Path) -> None:
+        """Keeps in this file what is learned of the training files while they are read, so that a run that goes on reads nothing
+        of what it passes over. One file for each worker."""
+        self._files.remember(file)
 
     def batches(
         self, split: str, *, batch_size: int, rank: int, world: int, seed: int, epoch: int = 0

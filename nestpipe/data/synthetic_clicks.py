@@ -43,6 +43,8 @@ class SyntheticClicks(Synthetic):
         together, that also occur in the training batch before it. With overlap set, every rank draws the whole global
         batch.
     spread_keys: keys all over the int64 range instead of small numbers.
+    tasks: names of several things that a user may do; `labels` is then a dict by task. Each has a hidden law of its own, which
+        shares most of its z with the first (0.8 of that one and 0.6 of one's own).
     seed: of the hidden law; the seed given to `batches` picks the samples.
     """
 
@@ -60,6 +62,7 @@ class SyntheticClicks(Synthetic):
         num_valid_samples: int = 20_000,
         num_test_samples: int = 20_000,
         spread_keys: bool = False,
+        tasks: list[str] | None = None,
         seed: int = 0,
     ) -> None:
         if isinstance(keys_per_bag, list) and len(keys_per_bag) != 2:
@@ -82,8 +85,13 @@ class SyntheticClicks(Synthetic):
         self._bag_sizes = (least, most)
         self._sizes = sizes
         self._first_ids = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        self._hidden = stream_of(seed, _HIDDEN)
-        self._dense_weights = dataset.generator(seed, _HIDDEN).standard_normal(num_dense)
+        if tasks is not None and (not tasks or len(set(tasks)) < len(tasks)):
+            raise ValueError(f"tasks is {tasks}; give one or more different names, or leave it out")
+        self.tasks = None if tasks is None else tuple(tasks)
+        # The law of the first task is that of data without any.
+        laws = [(_HIDDEN, *([number] if number else [])) for number in range(len(tasks or [""]))]
+        self._hidden = [stream_of(seed, *law) for law in laws]
+        self._dense_weights = [dataset.generator(seed, *law).standard_normal(num_dense) for law in laws]
         self._plans: dict[tuple[int, int], Overlap] = {}
 
     def _draw(self, where: tuple[int, ...], samples: np.ndarray, *, train: bool) -> Batch:
@@ -97,18 +105,28 @@ class SyntheticClicks(Synthetic):
         self, where: tuple[int, ...], samples: np.ndarray, bags_of: Callable[[int], tuple[np.ndarray, np.ndarray]]
     ) -> Batch:
         """bags_of: ids and offsets of the n-th feature."""
-        logits = np.zeros(len(samples))
+        logits = np.zeros((len(self._hidden), len(samples)))
         keys: dict[str, Jagged] = {}
         for number, name in enumerate(self.features):
             ids, offsets = bags_of(number)
             ids += self._first_ids[number]
-            _add_weights(logits, ids, offsets, self._hidden)
+            for of_task, hidden in zip(logits, self._hidden, strict=True):
+                _add_weights(of_task, ids, offsets, hidden)
             keys[name] = dataset.jagged(to_keys(ids, spread_keys=self.spread_keys), offsets)
         dense = (uniform_table(stream_of(*where, _DENSE), samples, self.num_dense) * 2 - 1) * _UNIT_VARIANCE
-        z = logits / (2 * len(self.features)) ** 0.5 + dense @ self._dense_weights / (2 * max(1, self.num_dense)) ** 0.5
-        u = uniform_table(stream_of(*where, _CLICK), samples, 1)[:, 0]
-        labels = (u < 1 / (1 + np.exp(-self.signal * z))).astype(np.float32)
-        return Batch(keys, {"dense": torch.from_numpy(dense.astype(np.float32))}, torch.from_numpy(labels))
+        labels: list[torch.Tensor] = []
+        for number, weights in enumerate(self._dense_weights):
+            z = logits[number] / (2 * len(self.features)) ** 0.5 + dense @ weights / (2 * max(1, self.num_dense)) ** 0.5
+            if number == 0:
+                first = z
+            else:
+                z = 0.8 * first + 0.6 * z
+            stream = stream_of(*where, _CLICK, *([number] if number else []))
+            clicked = uniform_table(stream, samples, 1)[:, 0] < 1 / (1 + np.exp(-self.signal * z))
+            labels.append(torch.from_numpy(clicked.astype(np.float32)))
+        by_task: dict[str, torch.Tensor | Jagged] = dict(zip(self.tasks or (), labels, strict=False))
+        inputs: dict[str, torch.Tensor | Jagged] = {"dense": torch.from_numpy(dense.astype(np.float32))}
+        return Batch(keys, inputs, by_task or labels[0])
 
     def _bags(
         self, where: tuple[int, ...], number: int, samples: np.ndarray, num_ids: int, lengths: np.ndarray | None = None

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch, Output
+from nestpipe.batch import Batch
+from nestpipe.engine.outputs import Checked
+from nestpipe.engine.rates import StepRates
 from nestpipe.engine.rowstream import RowStream
+from nestpipe.engine.sharing import Shares
 from nestpipe.exchange.owner import OwnerRoute
 from nestpipe.exchange.replicas import ReplicaRoute
 from nestpipe.exchange.source import SourceRoute
@@ -18,13 +23,14 @@ from nestpipe.kernels.rows import Rows
 from nestpipe.sizes import NUM_TOTALS
 
 # What AGREE sums over workers. BAD: losses and gradients that are not finite. TRAINABLE: losses that depend on something.
-# TOKENS: keys of the first sequence feature.
-LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE, TOKENS = range(NUM_TOTALS)
+# TOKENS: keys of the first sequence feature. MARK, MARK_SQUARED: of a worker's learning rates, see engine/rates.py. REACH: of its
+# dense gradients, see Reducer.
+LOSS, WEIGHT, SAMPLES, BAD, TROUBLE, STOP, QUIT, TRAINABLE, TOKENS, MARK, MARK_SQUARED, REACH = range(NUM_TOTALS)
 
 
 @dataclasses.dataclass
 class StepResult:
-    """What one step did, the same on every worker."""
+    """What one step did, the same on every worker but for `predicted`."""
 
     step: int  # counted from 1: as many steps as have been done with this one
     loss: float  # mean over the global batch
@@ -32,6 +38,15 @@ class StepResult:
     weight: float  # what the loss was divided by: samples, or tokens
     skipped: bool = False  # the batch had a loss that is not finite and was left out
     tokens: int = 0  # keys of the first sequence feature, of all workers
+    losses: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # of several tasks: the mean of each over its own weights
+    lr: float | None = None  # of the dense optimizer's first group, in this step; None: there is none
+    # of the dense gradient, before it was clipped; None: without clip_norm, or if skipped
+    grad_norm: float | None = None
+    # (predictions, labels) of this worker's micro-batches, as they came out of forward, before the update: if a callback
+    # `wants_predictions`, and the model gives one number for each sample or candidate. By task where there are several.
+    predicted: Sequence[tuple[Any, Any]] = ()
 
 
 @dataclasses.dataclass
@@ -67,9 +82,13 @@ class Context:
     returned: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # gradients at the owner
     leaves: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # rows as the model reads them
     streams: dict[int, list[RowStream]] = dataclasses.field(default_factory=dict)  # of features that are streamed
-    outputs: dict[int, Output] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
+    outputs: dict[int, Checked] = dataclasses.field(default_factory=dict)  # of micro-batches between FWD and BWD
+    left: bool = False  # in the middle of the model's pass, because another worker has failed there
+    shares: Shares = dataclasses.field(default_factory=Shares)  # of a loss over the samples of all workers
+    predicted: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # see StepResult
     totals: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(NUM_TOTALS))
-    row_lrs: list[float] = dataclasses.field(default_factory=list)  # per table: agreed on with the totals
+    of_tasks: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # the sums of losses and weights of each
+    rates: StepRates = None  # type: ignore[assignment]  # learning rates, agreed on with the totals
     result: StepResult | None = None
     trains: bool = False  # agreed: there is something to learn, and nothing wrong with it
     cut_short: bool = False  # the operation at hand has failed half-way; all will hear of it

@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nestpipe.batch import Batch, Jagged, Output
+from nestpipe.batch import Batch
+from nestpipe.engine import lr_scheduler as schedulers
+from nestpipe.engine.computing import Computing
+from nestpipe.engine.outputs import Checked, checked_output, tasks_of
 from nestpipe.engine.reducer import Reducer, all_finite
+from nestpipe.kernels.norm import squares
 from nestpipe.process import current_device
+
+EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Dense:
-    """Forward, backward and update of the model's own parameters: all of them, also those that are frozen at first."""
+    """Forward, backward and update of the model's own parameters: all of them, also those that are frozen at first.
 
-    def __init__(self, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    lr_scheduler: makes a torch scheduler from the optimizer; see Trainer. clip_norm: of the gradient that the optimizer gets; 0:
+    it is not clipped. computing: how the model is run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        *,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        clip_norm: float = 0.0,
+        computing: Computing | None = None,
+    ) -> None:
         for name, tensor in _tensors(model):
             if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
                 raise ValueError(
                     f"the model's {name} has no shape yet (a lazy module); give the module its sizes, or run one forward "
                     f"before the Trainer is made"
                 )
+        self.tasks = tasks_of(model)
         self.device = current_device()
         self.model = model.to(self.device)
         self._names, self._parameters = [], []
@@ -34,6 +55,12 @@ class Dense:
             self._names.append(name)
             self._parameters.append(parameter)
         self.optimizer = _checked_optimizer(optimizer(self._parameters), model) if self._parameters else None
+        self.lr_scheduler = None if lr_scheduler is None else schedulers.made(lr_scheduler, self.optimizer)
+        # What learning rates are multiplied by, where a scheduler has them in its hands.
+        self.lr_scale = 1.0
+        self._clip_norm = clip_norm
+        self._computing = Computing() if computing is None else computing
+        self._run = self._computing.prepared(self.model)
         self._reducer: Reducer | None = None
         self.waiting_since: float | None = None  # for other workers' gradients, by time.monotonic()
         self.waited_until = 0.0  # when it last had waited for them
@@ -53,7 +80,7 @@ class Dense:
     def declared(self) -> dict[str, Any]:
         """What must be the same on every worker: else sums would add up gradients of different things, or hang."""
         model = {f"model: {name}": (tuple(t.shape), t.dtype, t.requires_grad) for name, t in _tensors(self.model)}
-        kind = {"dense_optimizer": type(self.optimizer).__name__}
+        kind = {"model: tasks": self.tasks, "dense_optimizer": type(self.optimizer).__name__}
         names = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
         settings: dict[str, Any] = {}
         for number, group in enumerate(self.optimizer.param_groups if self.optimizer is not None else ()):
@@ -63,10 +90,22 @@ class Dense:
             for name, value in group.items():
                 if isinstance(value, (int, float, str, tuple, list, Tensor)) and name != "params":
                     settings[f"dense_optimizer: {name} of group {number}"] = value
+        if self.lr_scheduler is not None:
+            kind["lr_scheduler"] = type(self.lr_scheduler).__name__
+            settings["lr_scheduler"] = schedulers.state_of(self.lr_scheduler)
         return {**model, **kind, **settings}
 
-    def forward(self, batch: Batch, rows: dict[str, Any]) -> Output:
-        return call(self.model, batch, rows)
+    @property
+    def is_compiled(self) -> bool:
+        return self._computing.compile
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Around what the model computes, also where it is not `forward`."""
+        return self._computing.autocast(self.device)
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Checked:
+        with self.autocast():
+            return call(self._run, batch, rows, self.tasks)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """`last`: of the step, so that the sum over workers can begin with what is complete."""
@@ -75,11 +114,15 @@ class Dense:
         else:
             loss.backward()
 
-    def not_finite(self) -> str | None:
-        """The name of a parameter whose gradient, of this worker's samples, is not finite; after the last backward."""
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if self._reducer.finite() if self._reducer is not None else all_finite(grads):
-            return None
+    def reach(self) -> float:
+        """How far gradients of this worker's samples go, if there are others' to add, after the last backward: see Reducer. NaN
+        or infinity if one is not finite."""
+        if self._reducer is not None:
+            return self._reducer.reach()
+        return 0.0 if all_finite([p.grad for p in self._parameters if p.grad is not None]) else math.nan
+
+    def not_finite(self) -> str:
+        """The name of a parameter whose gradient is not."""
         named = zip(self._names, self._parameters, strict=True)
         return next(
             (name for name, p in named if p.grad is not None and not torch.isfinite(p.grad).all()), self._names[0]
@@ -94,22 +137,51 @@ class Dense:
             finally:
                 self.waiting_since, self.waited_until = None, time.monotonic()
 
-    def update(self, scale: float) -> None:
-        """Multiplies the sum of gradients over all workers by scale (1 / global weight) and steps the optimizer."""
-        if self.optimizer is not None:
-            grads = [p.grad for p in self._parameters if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, scale)
+    def update(self, scale: float, *, lr_factor: float = 1.0) -> float | None:
+        """Multiplies the sum of gradients over all workers by scale (1 / global weight), clips it and steps the optimizer, with
+        learning rates times lr_factor. Returns the norm of the gradient, if it is to be clipped."""
+        if self.optimizer is None:
+            return None
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        norm = None
+        if self._clip_norm:
+            norm = scale * math.sqrt(sum_of_squares(grads))
+            scale *= min(1.0, self._clip_norm / (norm + EPS))
+        if grads:
+            torch._foreach_mul_(grads, scale)
+        with self._rates_times(lr_factor):
             self.optimizer.step()
-            self.forget()
+        self.forget()
+        return norm
 
-    def learning_rates(self) -> dict[str, Any]:
-        """As they are now, for comparison over workers."""
+    @contextlib.contextmanager
+    def _rates_times(self, factor: float) -> Iterator[None]:
+        """For one step of the optimizer: in between they are those of the user, or of the scheduler."""
+        groups = self.optimizer.param_groups if self.optimizer is not None and factor != 1.0 else []
+        rates = [group["lr"] for group in groups if "lr" in group]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def next_step(self) -> None:
+        """After each step, also one without an update."""
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def learning_rates(self) -> list[float]:
+        """Of each group, as they are now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return {f"learning rate of dense group {number}": group.get("lr") for number, group in enumerate(groups)}
+        return [float(group.get("lr", 0.0)) for group in groups]
 
     def scale_lr(self, factor: float) -> None:
-        """Every learning rate of the optimizer becomes `factor` times what it was at the start."""
+        """Every learning rate becomes `factor` times what it was at the start; with a scheduler, times what that makes of it."""
+        if self.lr_scheduler is not None:
+            self.lr_scale = factor
+            return
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             if "initial_lr" not in group:
                 lr = group["lr"]
@@ -123,6 +195,17 @@ class Dense:
         else:
             for parameter in self._parameters:
                 parameter.grad = None
+
+
+def sum_of_squares(grads: Sequence[Tensor]) -> float:
+    """In float64 and, on CPUs, in one order however many threads there are: workers must not differ in a bit of it."""
+    total = 0.0
+    for grad in grads:
+        if grad.device.type == "cpu":
+            total += squares(grad.detach().float().reshape(-1).numpy())
+        else:
+            total += float(torch.linalg.vector_norm(grad, dtype=torch.float64).square())
+    return total
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -196,7 +279,9 @@ def _checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimize
     return optimizer
 
 
-def call(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> Output:
+def call(
+    model: Callable[[Batch, dict[str, Any]], Any], batch: Batch, rows: dict[str, Any], tasks: tuple[str, ...]
+) -> Checked:
     """The model's checked output. An error that comes of labels which are not there says so."""
     try:
         output = model(batch, rows)
@@ -204,35 +289,4 @@ def call(model: nn.Module, batch: Batch, rows: dict[str, Any]) -> Output:
         if batch.labels is None and "NoneType" in str(error):
             error.add_note("the batch has no labels: set Batch.labels, which the model seems to read")
         raise
-    return checked_output(output, batch.size)
-
-
-def checked_output(output: Any, size: int) -> Output:
-    """An Output whose losses are one per sample, from whatever the model returned."""
-    output = output if isinstance(output, Output) else Output(output)
-    losses, weights = output.losses, output.weights
-    if not isinstance(losses, Tensor):
-        raise ValueError(
-            f"the model returned {type(losses).__name__}; return a tensor of losses, one per sample, or an Output"
-        )
-    if losses.shape != (size,):
-        kind = "a scalar loss" if losses.ndim == 0 else f"losses of shape {tuple(losses.shape)}"
-        raise ValueError(
-            f"the model returned {kind} for {size} samples; return one loss per sample, shape [{size}], and let the trainer "
-            f"take the mean (with reduction='none' in torch's loss functions)"
-        )
-    if weights is not None and weights.shape != (size,):
-        raise ValueError(
-            f"the model returned weights of shape {tuple(weights.shape)} for {size} samples; give one per sample"
-        )
-    if weights is not None and (weights < 0).any():
-        sample = int((weights < 0).nonzero()[0])
-        weight = float(weights[sample])
-        raise ValueError(
-            f"the model returned the weight {weight} for sample {sample} of its micro-batch; it must be >= 0"
-        )
-    if isinstance(output.predictions, Jagged) and len(output.predictions) != size:
-        raise ValueError(
-            f"the model returned predictions for {len(output.predictions)} samples of {size}; give one list per sample"
-        )
-    return output
+    return checked_output(output, batch.size, tasks)

@@ -84,6 +84,11 @@ def overlap(setting: Setting, schedule: Schedule, stores: Sequence[Store], devic
                 f"  lookup of table {name!r} (memory): keys to positions {how(op.RETRIEVE)}; rows are used in place"
             )
     lines.append(f"  all-to-all of rows and gradients: {exchange()}")
+    if schedule.has(op.SHARE):
+        kept = "" if schedule.micro_batches == 1 else "; what all forwards keep is held until then"
+        lines.append(
+            f"  vectors that samples of all workers share: travel between forward and backward (exposed){kept}"
+        )
     if schedule.has(op.MERGE):
         lines.append(f"  sums of gradients to other replicas: {merge()}")
     if schedule.has(op.AVERAGE):

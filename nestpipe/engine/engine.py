@@ -14,7 +14,21 @@ from nestpipe.engine.ledger import Ledger
 from nestpipe.engine.step import StepOperations
 from nestpipe.exchange.window import Window
 from nestpipe.schedule.check import require
-from nestpipe.schedule.ops import AGREE, BWD, COMPUTE, DEAL, EMB, FWD, OPERATIONS, PREFETCH, ROUTE, WRITEBACK, Op, Task
+from nestpipe.schedule.ops import (
+    AGREE,
+    BWD,
+    COMPUTE,
+    DEAL,
+    EMB,
+    FWD,
+    OPERATIONS,
+    PREFETCH,
+    ROUTE,
+    SHARING,
+    WRITEBACK,
+    Op,
+    Task,
+)
 from nestpipe.schedule.setting import Setting
 from nestpipe.trace.record import Event, RankTrace, wall_offset_ns
 
@@ -32,9 +46,9 @@ class Engine:
     """
 
     def __init__(self, setting: Setting, ops: StepOperations, *, trace: bool = False) -> None:
-        keeping = ops.plan.keeping
-        schedule = setting.make(keeping)
-        require(schedule, [*([DEAL] if setting.deals else []), *keeping])
+        needed = [*ops.plan.keeping, *(SHARING if ops.sharing is not None else ())]
+        schedule = setting.make(needed)
+        require(schedule, [*([DEAL] if setting.deals else []), *needed])
         self.setting, self.schedule, self.ops = setting, schedule, ops
         self.around: Around | None = None
         self.stopped = False  # whether a worker has been asked to stop, as all know

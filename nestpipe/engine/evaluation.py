@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from nestpipe import inference
 from nestpipe.arena import Arena
-from nestpipe.batch import SEEN, Batch, Jagged, one_list
+from nestpipe.batch import Batch, one_list
 from nestpipe.engine.context import Context
-from nestpipe.engine.dense import call
+from nestpipe.engine.judging import Judge, Judged, by_task, candidate_blocks, judge_losses, judge_ranking, start_anew
 from nestpipe.engine.loader import Loader, checked
+from nestpipe.engine.outputs import mean_of, tasks_of
 from nestpipe.engine.step import StepOperations
 from nestpipe.errors import did_you_mean
 from nestpipe.exchange.plan import ExchangePlan, Holders
 from nestpipe.exchange.window import Window
-from nestpipe.metrics import NDCG, SEEN_TARGETS, HitRate, in_lists, rank_all
+from nestpipe.inference import Recommended
+from nestpipe.metrics.ranking import SEEN_TARGETS
+from nestpipe.ops.precision import wide
 from nestpipe.tables import Feature
 
-Judge = Callable[[Batch, dict[str, Any]], None]  # looks at a batch and its rows
-
-# Metrics without `reset` that an evaluation has fed, by id, as long as they live.
-_used: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def start_anew(metrics: dict[str, Any]) -> None:
-    """Metrics forget what they were fed before, so that an evaluation is of its own batches only."""
-    names: dict[int, str] = {}
-    for name, metric in metrics.items():
-        if id(metric) in names:
-            raise ValueError(
-                f"metrics {names[id(metric)]!r} and {name!r} are one and the same object, which would be fed every batch twice; "
-                f"make one for each name"
-            )
-        names[id(metric)] = name
-    for name, metric in metrics.items():
-        if hasattr(metric, "reset"):
-            metric.reset()
-        elif id(metric) in _used:
-            raise ValueError(
-                f"metric {name!r} ({type(metric).__name__}) has been used before and would add this evaluation to the last "
-                f"one; give its class a reset(), or make a new one for every evaluation"
-            )
-        else:
-            try:
-                _used[id(metric)] = metric
-            except TypeError:  # __slots__: no weak references
-                raise ValueError(
-                    f"metric {name!r} ({type(metric).__name__}) has no reset(), and because of its __slots__ it cannot be told "
-                    f"whether it has been used before; give its class a reset()"
-                ) from None
+OnBatch = Callable[[Batch, Any], None]  # takes a batch and what the model says of its samples
 
 
 def lookup(
@@ -85,14 +57,20 @@ class Evaluation:
         self._of_table: dict[str, StepOperations] = {}
 
     def losses(self, batches: Iterable[Batch], metrics: dict[str, Any], group: Any) -> dict[str, float]:
-        rows = self._ops.rows
+        rows, model = self._ops.rows, self._ops.dense_part.model
+        tasks = tasks_of(model)
         rows.compare({f"metric {name!r}": type(metric).__name__ for name, metric in metrics.items()})
-        rows.together(lambda: start_anew(metrics), what="metrics")
-        judge, totals = judge_losses(self._ops.dense_part.model, metrics)
+
+        def begin() -> list[Judged]:
+            start_anew(metrics)
+            return by_task(metrics, tasks)
+
+        judged = rows.together(begin, what="metrics")
+        judge, totals = judge_losses(model, judged, autocast=self._ops.dense_part.autocast)
         self._judge_all(batches, judge)
-        loss, weight = rows.sum(totals).tolist()
-        results = {name: metric.compute(group=group) for name, metric in metrics.items()}
-        return {"loss": loss / weight if weight else float("nan"), **results}
+        names = ["loss", *(f"{task}/loss" for task in tasks)]
+        losses = {name: mean_of(*sums) for name, sums in zip(names, rows.sum(totals).tolist(), strict=True)}
+        return losses | {metric.name: metric.metric.compute(group=group) for metric in judged}
 
     def ranking(
         self,
@@ -100,7 +78,7 @@ class Evaluation:
         *,
         table: str,
         candidates: Tensor,
-        ks: Sequence[int],
+        metrics: Mapping[str, Any],
         history: str,
         exclude_seen: bool,
         seen_targets: str,
@@ -112,9 +90,10 @@ class Evaluation:
             raise ValueError("seen_targets='miss' is for targets that exclude_seen leaves out; set exclude_seen=True")
         if exclude_seen and history not in self._names:
             raise ValueError(f"evaluate_ranking: history {history!r}, {did_you_mean(history, self._names)}")
-        metrics: dict[str, Any] = {}
-        for k in ks:
-            metrics[f"HR@{k}"], metrics[f"NDCG@{k}"] = HitRate(k), NDCG(k)
+        rows = self._ops.rows
+        kinds = {f"metric {name!r}": type(metric).__name__ for name, metric in metrics.items()}
+        rows.compare({"ranking: table of the items": table, **kinds})
+        rows.together(lambda: start_anew(metrics), what="metrics")
         judge, counts = judge_ranking(
             self._ops.dense_part.model,
             metrics,
@@ -123,11 +102,81 @@ class Evaluation:
             history=history,
             exclude_seen=exclude_seen,
             seen_targets=seen_targets,
+            autocast=self._ops.dense_part.autocast,
         )
         self._judge_all(batches, judge)
-        ranked, seen = self._ops.rows.sum(counts).tolist()
+        ranked, seen = rows.sum(counts).tolist()
         results = {name: metric.compute(group=group) for name, metric in metrics.items()}
         return {**results, "targets": ranked, "seen_targets": seen}
+
+    def predictions(self, batches: Iterable[Batch], on_batch: OnBatch | None) -> Any:
+        """Of this worker's samples, in order; None if on_batch takes them."""
+        dense, kept = self._ops.dense_part, []
+
+        def judge(batch: Batch, rows: dict[str, Any]) -> None:
+            with dense.autocast():
+                made = wide(inference.predict(dense.model, batch, rows))
+            made = inference.on_cpu(made, batch.size)
+            if on_batch is None:
+                kept.append(made)
+            else:
+                on_batch(batch, made)
+
+        self._judge_all(batches, judge)
+        # A worker without samples gets none of the others' kind. All tell it, also those whose on_batch has taken everything.
+        kinds = self._ops.rows.gather_objects(inference.none_of(kept[0]) if kept else None)
+        if on_batch is not None:
+            return None
+        return inference.joined([next((kind for kind in kinds if kind is not None), torch.empty(0)), *kept])
+
+    def recommended(
+        self,
+        batches: Iterable[Batch],
+        k: int,
+        *,
+        table: str,
+        history: str,
+        exclude_seen: bool,
+        candidates: Tensor | np.ndarray | Sequence[int] | None,
+        on_batch: OnBatch | None,
+    ) -> Recommended | None:
+        """The same of the best items."""
+        model, kept = self._ops.dense_part.model, []
+        self._ops.rows.compare(
+            {"recommend: table of the items": table, "recommend: candidates": "all" if candidates is None else "given"}
+        )
+        given = self._ops.rows.together(lambda: self._given(candidates), what="candidates")
+        every = np.unique(self._keys(table)) if given is None else given
+        self._ops.rows.together(lambda: inference.check_k(k, len(every)), what="candidates")
+        blocks = candidate_blocks(torch.from_numpy(every), self.rows(table, every))
+
+        def judge(batch: Batch, rows: dict[str, Any]) -> None:
+            with self._ops.dense_part.autocast():
+                queries = wide(model.query(batch, rows))  # type: ignore[operator]
+            seen = inference.to_leave_out(batch, history) if exclude_seen else None
+            best = inference.recommend(model.score, queries, blocks, k, seen=seen)  # type: ignore[arg-type]
+            if on_batch is None:
+                kept.append(best)
+            else:
+                on_batch(batch, best)
+
+        self._judge_all(batches, judge)
+        if on_batch is not None:
+            return None
+        none = Recommended(torch.empty(0, k, dtype=torch.int64), torch.empty(0, k))
+        return Recommended(*(torch.cat(parts) for parts in zip(none, *kept, strict=True)))
+
+    def _given(self, candidates: Tensor | np.ndarray | Sequence[int] | None) -> np.ndarray | None:
+        inference.need_query_and_score(self._ops.dense_part.model, "`recommend`")
+        if candidates is None:
+            return None
+        return inference.unique_sorted(one_list(candidates).values.numpy())
+
+    def _keys(self, table: str) -> np.ndarray:
+        """All keys of a table that have a row of their own, on all workers."""
+        stores = [store for store in self._ops.stores if store.table.name == table]
+        mine = [np.empty(0, np.int64), *(keys for store in stores for keys in store.saved_keys())]
+        return np.concatenate(self._ops.rows.gather_objects(np.concatenate(mine)))
 
     def rows(self, table: str, keys: Tensor | np.ndarray | Sequence[int]) -> Tensor:
         batch, error = None, None
@@ -186,88 +235,3 @@ class Evaluation:
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def judge_losses(model: nn.Module, metrics: dict[str, Any]) -> tuple[Judge, np.ndarray]:
-    """Adds losses and weights of a batch up in the returned array, and feeds its predictions to the metrics."""
-    totals = np.zeros(2)
-
-    def judge(batch: Batch, rows: dict[str, Any]) -> None:
-        output = call(model, batch, rows)
-        totals[0] += float(output.losses.double().sum())
-        totals[1] += batch.size if output.weights is None else float(output.weights.double().sum())
-        for name, metric in metrics.items():
-            if output.predictions is None or batch.labels is None:
-                missing = "labels in the batch" if batch.labels is None else "Output.predictions from the model"
-                raise ValueError(f"metric {name!r} needs {missing}")
-            metric.update(*_for(metric, name, output.predictions, batch.labels))
-
-    return judge, totals
-
-
-def _for(
-    metric: Any, name: str, predictions: Tensor | Jagged, labels: Tensor | Jagged
-) -> tuple[Tensor | Jagged, Tensor | Jagged]:
-    """Lists of candidates go to a metric as lists if it takes them so, else all candidates end to end."""
-    lists = getattr(metric, "takes_lists", False)
-    if isinstance(predictions, Jagged) != isinstance(labels, Jagged) or (lists and not isinstance(labels, Jagged)):
-        kinds = ["a Jagged" if isinstance(part, Jagged) else "a tensor" for part in (predictions, labels)]
-        raise ValueError(
-            f"metric {name!r}: predictions are {kinds[0]}, labels {kinds[1]}; it needs "
-            f"{'a Jagged of both, one list per sample' if lists else 'both alike'}"
-        )
-    if not isinstance(predictions, Jagged) or not isinstance(labels, Jagged):
-        return predictions, labels
-    if not torch.equal(predictions.offsets, labels.offsets):
-        raise ValueError(f"metric {name!r}: a sample has another number of predictions than of labels")
-    return (predictions, labels) if lists else (predictions.values, labels.values)
-
-
-def judge_ranking(
-    model: nn.Module,
-    metrics: dict[str, Any],
-    candidate_rows: Tensor,
-    candidates: Tensor,
-    *,
-    history: str,
-    exclude_seen: bool,
-    seen_targets: str,
-) -> tuple[Judge, np.ndarray]:
-    """Feeds the rank of each sample's target among all candidates to the metrics; for the rest see `evaluate_ranking`. The
-    returned array counts targets that were ranked, and those that the sample's user has had before."""
-    counts = np.zeros(2, np.int64)
-
-    def judge(batch: Batch, rows: dict[str, Any]) -> None:
-        if not isinstance(batch.labels, Tensor):
-            raise ValueError("ranking needs batch.labels, a tensor: the key of each sample's target")
-        seen = _seen(batch, history)
-        ranks = rank_all(
-            model.score,  # type: ignore[arg-type]
-            queries_BD=model.query(batch, rows),  # type: ignore[operator]
-            candidates_ND=candidate_rows,
-            candidate_keys=candidates,
-            target_keys=batch.labels,
-            exclude=seen if exclude_seen else None,
-        )
-        if seen is not None:
-            again_B = in_lists(batch.labels, seen)
-            counts[1] += int(again_B.sum())
-            if seen_targets == "skip":
-                ranks = ranks[~again_B]
-            elif seen_targets == "miss":  # behind all others, whatever k
-                ranks = ranks.masked_fill(again_B, torch.iinfo(ranks.dtype).max)
-        counts[0] += len(ranks)
-        for metric in metrics.values():
-            metric.update(ranks)
-
-    return judge, counts
-
-
-def _seen(batch: Batch, history: str) -> Jagged | None:
-    """All that each sample's user has had: what the data says, else the history that the model reads, if there is one."""
-    seen = batch.dense.get(SEEN)
-    if seen is None:
-        return batch.keys.get(history)
-    if not isinstance(seen, Jagged) or seen.values.dtype != torch.int64:
-        raise ValueError(f"batch.dense[{SEEN!r}] must be a Jagged of int64 keys: all that each sample's user has had")
-    return seen

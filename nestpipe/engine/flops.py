@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from nestpipe.batch import Batch, Output
+from nestpipe.batch import Batch
+from nestpipe.engine.outputs import Checked
 from nestpipe.errors import describe
 from nestpipe.exchange.transport import Transport
 
@@ -55,10 +56,10 @@ class FlopCounter:
     A model with a method `flops(batch) -> float`, of forward and backward of these samples, is asked instead.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
         declared = getattr(model, "flops", None)
         self._declared: Callable[[Batch], float] | None = declared if callable(declared) else None
-        compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
+        compiled |= any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
         self.why_not = COMPILED if compiled and self._declared is None else None
         self.flops, self.tokens, self.samples = 0.0, 0, 0
         self._steps: set[int] = set()
@@ -70,7 +71,7 @@ class FlopCounter:
         self._steps.add(step)
         return True
 
-    def forward(self, run: Callable[[], Output], batch: Batch, *, tokens: int) -> Output:
+    def forward(self, run: Callable[[], Checked], batch: Batch, *, tokens: int) -> Checked:
         """What `run` returns, counted."""
         if self._declared is not None:
             output = run()

@@ -7,11 +7,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from nestpipe.batch import Batch, NotFinite, check_batch
 from nestpipe.errors import Stopped
 from nestpipe.sizes import READ_AHEAD
+from nestpipe.source_state import state_of
 
 MOMENT = 0.1  # seconds, after which a worker that waits for a batch looks whether it has been asked to stop
 
@@ -20,17 +22,33 @@ class _End:
     pass
 
 
-_Entry = tuple[Batch | BaseException | _End, int]
+class _Entry(NamedTuple):
+    """skipped: batches that were left out before it: the thread may be ahead of what was asked for.
+    state: what the source said when it had given this one."""
+
+    item: Batch | BaseException | _End
+    skipped: int
+    state: Any = None
+
+
+class _Given(NamedTuple):
+    """An entry, and what `skipped` and `state` were before it."""
+
+    entry: _Entry
+    skipped: int
+    state: Any
 
 
 class Loader:
     """`next()` gives the next batch, or None for good once there are no more; what went wrong while reading is raised there.
 
     taken counts batches given out, skipped those left out so far because an input was not finite (only if skip_nonfinite).
+    state: what the source said, as JSON, when it had given the last batch that was given out; None if it says nothing.
     limit: how many batches will be asked for; no more are taken from `batches`, so that another loader may go on there.
     after: a closed loader of the same iterator: what it has read and not given out comes first.
     stop_asked: whether the worker has been asked to stop: a `next` that has to wait then raises Stopped.
     keep: how many of the batches given out last may be given back.
+    state: before the first batch. watch: what looks at the source while it is read.
     """
 
     def __init__(
@@ -44,13 +62,14 @@ class Loader:
         after: Loader | None = None,
         stop_asked: Callable[[], bool] = lambda: False,
         keep: int = 0,
+        state: Any = None,
+        watch: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
     ) -> None:
         self.taken = self.skipped = 0
-        # Each with the number of batches that had been skipped when it was asked for.
-        self._given: collections.deque[tuple[_Entry, int]] = collections.deque(maxlen=keep)
+        self.state, self._watch = state, watch
+        self._given: collections.deque[_Given] = collections.deque(maxlen=keep)
         self._names, self._skip, self._timeout = list(feature_names), skip_nonfinite, timeout
         self._limit, self._stop_asked = limit, stop_asked
-        # Each with the number of batches skipped before it: the thread may be ahead of what was asked for.
         self._queue: queue.Queue[_Entry] = queue.Queue(READ_AHEAD)
         self._closed = threading.Event()
         self._ended = False
@@ -62,7 +81,13 @@ class Loader:
     def _read(self, batches: Iterable[Batch]) -> None:
         offered, skipped = len(self._left), self._read_before
         try:
-            for batch in batches if self._limit is None or offered < self._limit else ():
+            if self._limit is not None and offered >= self._limit:
+                self._offer(_Entry(_End(), skipped))
+                return
+            source = iter(batches)
+            # A DataLoader knows where its iterator stands; a generator's object may know it itself.
+            speaker = batches if hasattr(batches, "state_dict") else source
+            for batch in self._watch(source):
                 try:
                     checked(batch, self._names)
                 except NotFinite:
@@ -70,23 +95,23 @@ class Loader:
                         raise
                     skipped += 1
                     continue
-                if not self._offer(batch, skipped):
+                if not self._offer(_Entry(batch, skipped, state_of(speaker))):
                     return
                 offered += 1
                 if offered == self._limit:
                     break
-            self._offer(_End(), skipped)
+            self._offer(_Entry(_End(), skipped))
         except BaseException as error:  # whatever it is, the trainer must hear of it
-            self._offer(error, skipped)
+            self._offer(_Entry(error, skipped))
 
-    def _offer(self, item: Batch | BaseException | _End, skipped: int) -> bool:
+    def _offer(self, entry: _Entry) -> bool:
         while not self._closed.is_set():
             try:
-                self._queue.put((item, skipped), timeout=0.2)
+                self._queue.put(entry, timeout=0.2)
                 return True
             except queue.Full:
                 pass
-        self._unread.append((item, skipped))
+        self._unread.append(entry)
         return False
 
     def _rest(self) -> tuple[list[_Entry], int]:
@@ -99,13 +124,15 @@ class Loader:
                 f"another iterator, or raise data_timeout"
             )
         read = [*self._left, *self._queue.queue, *self._unread]
-        rest = [(item, skipped - self.skipped) for item, skipped in read if not isinstance(item, _End)]
-        return rest, max(0, *(skipped - self.skipped for _, skipped in read), 0)
+        rest = [
+            entry._replace(skipped=entry.skipped - self.skipped) for entry in read if not isinstance(entry.item, _End)
+        ]
+        return rest, max(0, *(entry.skipped - self.skipped for entry in read), 0)
 
     def next(self) -> Batch | None:
         if self._ended or self._closed.is_set():
             return None
-        item, skipped = self._left.pop(0) if self._left else self._wait()
+        item, skipped, state = self._left.pop(0) if self._left else self._wait()
         if isinstance(item, _End) and self._closed.is_set():
             return None  # ours
         before, self.skipped = self.skipped, max(self.skipped, skipped)
@@ -117,7 +144,8 @@ class Loader:
         if isinstance(item, BaseException):  # sys.exit() in a loader must not end this rank alone, and silently
             raise RuntimeError(f"the data source left with {type(item).__name__}: {item}") from item
         self.taken += 1
-        self._given.append(((item, self.skipped), before))
+        self._given.append(_Given(_Entry(item, self.skipped, state), before, self.state))
+        self.state = state
         return item
 
     def _wait(self) -> _Entry:
@@ -140,15 +168,15 @@ class Loader:
         if count:
             given = list(self._given)[-count:]
             assert len(given) == count, f"{count} batches to be given back, {len(given)} were kept"
-            self._left = [*(entry for entry, _ in given), *self._left]
-            self.taken, self.skipped = self.taken - count, given[0][1]
+            self._left = [*(each.entry for each in given), *self._left]
+            self.taken, self.skipped, self.state = self.taken - count, given[0].skipped, given[0].state
             self._given.clear()
 
     def stop(self) -> None:
         """No more batches are wanted: `next`, also one that waits in another thread, gives None."""
         self._closed.set()
         with contextlib.suppress(queue.Full):  # then nobody waits
-            self._queue.put_nowait((_End(), 0))
+            self._queue.put_nowait(_Entry(_End(), 0))
 
     def close(self) -> None:
         self.stop()

@@ -23,9 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.engine.dense import checked_output, remember
+from nestpipe.batch import Batch, Jagged, labels_of, like_labels
+from nestpipe.engine.dense import remember
 from nestpipe.engine.draws import Mark
+from nestpipe.engine.outputs import Checked, checked_output, tasks_of
+from nestpipe.engine.sharing import GLOBAL, embed
+from nestpipe.models.batch_norm import SyncBatchNorm
 
 log = logging.getLogger("nestpipe")
 
@@ -38,20 +41,29 @@ NOTHING = 1e-4  # of a gradient, against that of the samples' own rows: rounding
 
 
 def refuse_mixing(
-    model: nn.Module, *, rank: int, world: int, micro_batches: int | str, balance: str | float = "none"
+    model: nn.Module,
+    *,
+    rank: int,
+    world: int,
+    micro_batches: int | str,
+    balance: str | float = "none",
 ) -> None:
     """Raises ValueError, or warns, if the model says, or its layers show, that its loss mixes samples and the batch is split."""
-    if world > 1 or micro_batches != 1:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                raise ValueError(
-                    f"the model's {name or type(module).__name__} is a batch norm, which mixes samples: its result would depend "
-                    f"on how the batch is split over workers and micro-batches; use LayerNorm, or one worker and micro_batches=1"
-                )
+    refuse_batch_norm(model, world=world, micro_batches=micro_batches)
     declared = getattr(model, "mixes_samples", None)
-    if not any(declared is known for known in (None, True, False)) and declared != MICRO_BATCH:
-        raise ValueError(f"the model declares mixes_samples = {declared!r}; it is True, False or {MICRO_BATCH!r}")
+    if not any(declared is known for known in (None, True, False)) and declared not in (MICRO_BATCH, GLOBAL):
+        raise ValueError(
+            f"the model declares mixes_samples = {declared!r}; it is True, False, {MICRO_BATCH!r} or {GLOBAL!r}"
+        )
     if not declared:
+        return
+    if declared == GLOBAL:
+        missing = [name for name in ("embed", "compare") if not callable(getattr(model, name, None))]
+        if missing:
+            raise ValueError(
+                f"the model declares mixes_samples = {GLOBAL!r} and has no method {missing[0]}; what is compared must go to all "
+                f"workers in between embed(batch, rows) and compare(own, shared, first): see docs/negatives.md"
+            )
         return
     if balance == "auto" and world > 1:
         raise ValueError(
@@ -71,6 +83,27 @@ def refuse_mixing(
         log.warning("the model declares mixes_samples = True: samples are mixed within each worker's part of the batch")
 
 
+def refuse_batch_norm(model: nn.Module, *, world: int, micro_batches: int | str) -> None:
+    """Raises ValueError if a batch norm that trains would see a part of the batch only. One in eval mode inside a model that
+    trains is frozen: it treats each sample by itself."""
+    for name, module in model.named_modules():
+        frozen = model.training and not module.training and getattr(module, "track_running_stats", False)
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or frozen:
+            continue
+        what = f"the model's {name or type(module).__name__} is a batch norm, which mixes samples"
+        if micro_batches != 1:
+            raise ValueError(
+                f"{what}: of micro_batches={micro_batches} each would be normalised by itself; use micro_batches=1 (with "
+                f"schedule 'dbp' lookups are hidden all the same), LayerNorm, or freeze it with its eval()"
+            )
+        if world > 1 and not isinstance(module, SyncBatchNorm):
+            raise ValueError(
+                f"{what}: each of {world} workers would normalise its own part of the batch; use "
+                f"nestpipe.models.SyncBatchNorm.convert(model), whose statistics are those of all workers, LayerNorm, or freeze "
+                f"it with its eval()"
+            )
+
+
 def _tell_split(*, rank: int, world: int, micro_batches: int | str) -> None:
     if micro_batches == "auto":
         raise ValueError(
@@ -83,6 +116,26 @@ def _tell_split(*, rank: int, world: int, micro_batches: int | str) -> None:
             f"micro-batch, so the result depends on the split (micro_batches={micro_batches}, clustering, balance, {world} "
             f"workers); with the same split it is the same under every schedule"
         )
+
+
+class Embedding(nn.Module):
+    """The first half of a model whose loss is over all workers' samples, for a trial: micro-batches go through it one by one, so
+    here each sample must be by itself. What belongs to no sample in particular is not looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, rows: dict[str, Any]) -> Tensor:
+        own, shared = embed(self.model, batch, rows)
+        per_sample = [part.sum() if isinstance(part, Jagged) else part for part in (*own.values(), *shared.values())]
+        losses_B = torch.zeros(batch.size, device=next(iter(shared.values())).device)
+        for part in per_sample:
+            if len(part) == batch.size and part.is_floating_point():
+                values = part.reshape(batch.size, -1)
+                # Not a plain sum, nor one of squares: of vectors of one length that says nothing.
+                losses_B = losses_B + values @ torch.linspace(0.5, 1.5, values.shape[1]).to(values)
+        return losses_B
 
 
 @dataclasses.dataclass
@@ -156,7 +209,8 @@ def _look(
     leaves = {name: _values(part).detach().requires_grad_() for name, part in rows.items()}
     rows = {name: _put(part, leaves[name]) for name, part in rows.items()}
     mark = Mark()
-    whole, again = (checked_output(model(_copied(batch), rows), batch.size) for _ in range(2))
+    tasks = tasks_of(model)
+    whole, again = (checked_output(model(_copied(batch), rows), batch.size, tasks) for _ in range(2))
     same = ABOUT_THE_SAME if _rounds(whole.losses) else SAME
     # By chance two runs can be alike: a small batch has few masks of dropout.
     steady = not mark.moved and _difference(whole, again)[0] < STEADY * same
@@ -166,8 +220,8 @@ def _look(
         if not steady:
             continue
         some = {name: _select(part, samples) for name, part in rows.items()}
-        alone = checked_output(model(batch.select(samples), some), len(samples))
-        among = Output(whole.losses[samples], None if whole.weights is None else whole.weights[samples])
+        alone = checked_output(model(batch.select(samples), some), len(samples), tasks)
+        among = Checked(whole.losses[samples], None if whole.weights is None else whole.weights[samples])
         difference, place, what, values = _difference(among, alone)
         if difference > same:
             raise _Mixed(
@@ -188,8 +242,8 @@ def _look_at_inputs(
     model: nn.Module, batch: Batch, rows: dict[str, Any], subsets: list[Tensor], how: str, *, of_labels: bool
 ) -> None:
     """Raises _Mixed if losses have a gradient with respect to dense inputs, or labels, of other samples."""
-    inputs = {"labels": batch.labels} if of_labels else batch.dense
-    inputs = {name: part for name, part in inputs.items() if part is not None and _values(part).is_floating_point()}
+    inputs = labels_of(batch) if of_labels else batch.dense
+    inputs = {name: part for name, part in inputs.items() if _values(part).is_floating_point()}
     if not inputs:
         return
     leaves, moved = [], {}
@@ -201,11 +255,12 @@ def _look_at_inputs(
         moved[name] = _put(part, values + leaves[-1] * (unit or 1.0))
     given = _copied(batch)
     if of_labels:
-        given.labels = moved["labels"]
+        given.labels = like_labels(given, {**labels_of(given), **moved})
     else:
         given.dense.update(moved)
-    losses = checked_output(model(given, rows), batch.size).losses
-    named = {"the labels" if of_labels else f"the dense input {name!r}": part for name, part in inputs.items()}
+    losses = checked_output(model(given, rows), batch.size, tasks_of(model)).losses
+    of_task = {name: f"the labels of {name!r}" if name else "the labels" for name in inputs}
+    named = {of_task[name] if of_labels else f"the dense input {name!r}": part for name, part in inputs.items()}
     for samples in subsets:
         _refuse_gradients(losses, named, leaves, samples, how)
 
@@ -263,7 +318,7 @@ def _rounds(losses: Tensor) -> bool:
     return False
 
 
-def _difference(output: Output, other: Output) -> tuple[float, int, str, tuple[float, float]]:
+def _difference(output: Checked, other: Checked) -> tuple[float, int, str, tuple[float, float]]:
     """The largest relative difference of losses or weights: how large, of which sample, of what, and both values. What is not
     finite is passed over: training says so."""
     worst = (0.0, 0, "loss", (0.0, 0.0))
@@ -301,8 +356,8 @@ def _made_up(
 
     dense = {name: shortened(part) if isinstance(part, Jagged) else part for name, part in batch.dense.items()}
     keys = {name: shortened(part) for name, part in batch.keys.items()}
-    labels = shortened(batch.labels) if isinstance(batch.labels, Jagged) else batch.labels
-    return Batch(keys, dense, labels), {name: unit(part) for name, part in rows.items()}
+    labels = {name: shortened(part) if isinstance(part, Jagged) else part for name, part in labels_of(batch).items()}
+    return Batch(keys, dense, like_labels(batch, labels)), {name: unit(part) for name, part in rows.items()}
 
 
 def _copied(batch: Batch) -> Batch:

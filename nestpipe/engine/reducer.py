@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from nestpipe.sizes import BUCKET_BYTES
 
+SAFE = 0.5  # of the largest number: sums of few bits may be rounded up
+
 
 @dataclasses.dataclass
 class _Bucket:
@@ -27,6 +29,7 @@ class _Bucket:
     size: int  # parameters
     ready: int = 0
     work: Any = None
+    reach: Tensor | None = None  # of this worker's gradients, once they are on their way
 
 
 class Reducer:
@@ -36,6 +39,9 @@ class Reducer:
 
     Frozen parameters cost nothing. One that gets a gradient all the same has been unfrozen since: it is summed after the
     others, on every worker, and with them from the next step on.
+
+    How far gradients reach is known before their sums are: 1 is the largest number of their type. Where the reaches of all
+    workers add up to no more than SAFE, no sum is infinite.
 
     Sums have one order, whatever the timing: buckets are summed whole, and start in one order on every worker.
     """
@@ -129,6 +135,7 @@ class Reducer:
 
     def _start(self) -> None:
         bucket = self._buckets[self._next]
+        bucket.reach = _reach(bucket.buffer)
         self._next += 1
         if self._next == len(self._buckets):
             for i in self._frozen:
@@ -172,12 +179,11 @@ class Reducer:
         self._frozen.remove(i)
         self._unhooked.append(i)
 
-    def finite(self) -> bool:
-        """Whether this worker's gradients are; sums that are on their way are as good as what they are made of."""
-        outside = [self._parameters[i].grad for i in self._frozen]
-        return all_finite(
-            [*(bucket.buffer for bucket in self._buckets), *(grad for grad in outside if grad is not None)]
-        )
+    def reach(self) -> float:
+        """After the last backward; NaN or infinity if an entry is not finite."""
+        outside = [grad for i in self._frozen if (grad := self._parameters[i].grad) is not None]
+        inside = [_reach(b.buffer) if b.reach is None else b.reach for b in self._buckets]
+        return float(torch.stack([*inside, *map(_reach, outside)]).max())
 
     def clear(self) -> None:
         """No gradients, and zeros where they will be."""
@@ -185,7 +191,7 @@ class Reducer:
             if bucket.work is not None:  # a batch that failed in between
                 bucket.work.wait()
                 bucket.work = None
-            bucket.ready = 0
+            bucket.ready, bucket.reach = 0, None
             bucket.buffer.zero_()
         if len(self._views) + len(self._frozen) != len(self._parameters):
             self._deal()
@@ -193,6 +199,14 @@ class Reducer:
         self._used = [False] * len(self._used)
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _reach(gradients: Tensor) -> Tensor:
+    if not gradients.numel():
+        return torch.zeros((), dtype=torch.float64, device=gradients.device)
+    if gradients.is_complex():
+        gradients = torch.view_as_real(gradients)
+    return torch.stack(gradients.aminmax()).abs().max().double() / torch.finfo(gradients.dtype).max
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

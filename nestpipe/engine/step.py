@@ -1,31 +1,37 @@
 """The operations of a training step, one method each, of the operation's name, on the context of one batch.
 
 The serial schedule runs them in the order they stand here; others run them in several threads, on several batches at once,
-and what each touches is written down in schedule/ops.py. Only `route` and `agree` decide anything together with the
+and what each touches is written down in schedule/ops.py. Only `route` and `agree` decide whether to go on, together with the
 other workers: a worker in trouble says so there, so that all leave at once instead of waiting for it. (Before that, DEAL lets
-a batch be whose end it sees coming.)
+a batch be whose end it sees coming; SHARE and the meetings of batch norms leave their work undone, on all workers, if one has
+failed.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from nestpipe.arena import Arena
-from nestpipe.batch import Batch, Jagged
+from nestpipe.batch import Batch, Jagged, NotFinite
 from nestpipe.engine.averaging import Averaging
 from nestpipe.engine.buffers import DualBuffer
 from nestpipe.engine.context import (
     BAD,
     LOSS,
+    MARK,
+    MARK_SQUARED,
     QUIT,
+    REACH,
     SAMPLES,
     STOP,
     TOKENS,
@@ -37,9 +43,15 @@ from nestpipe.engine.context import (
 )
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.flops import FlopCounter
-from nestpipe.engine.mixing import ENOUGH, try_mixing
-from nestpipe.engine.reducer import all_finite
+from nestpipe.engine.meeting import Left, Meetings
+from nestpipe.engine.mixing import ENOUGH, Embedding, try_mixing
+from nestpipe.engine.outputs import Checked, mean_of, sums_of
+from nestpipe.engine.rates import Rates, all_alike
+from nestpipe.engine.reducer import SAFE, all_finite
 from nestpipe.engine.rowstream import RowStream
+from nestpipe.engine.scored import scored
+from nestpipe.engine.sharing import FAILED as SHARES_NOTHING
+from nestpipe.engine.sharing import FINE, SPOILT, Sharing, embed
 from nestpipe.engine.versions import Versions
 from nestpipe.engine.waiting import KEPT, Load, Loads
 from nestpipe.errors import Stopped, TrainingError, describe
@@ -56,6 +68,8 @@ from nestpipe.exchange.window import Window
 from nestpipe.kernels.keys import Deduplicator
 from nestpipe.kernels.rows import NONE, gather, pool, pool_add, pool_put, rows_of, scatter_add
 from nestpipe.optim import ScaledRowwiseAdagrad
+from nestpipe.rates import Schedule
+from nestpipe.sizes import NUM_TOTALS
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
 from nestpipe.tables import Feature
@@ -72,7 +86,10 @@ class StepOperations:
     """Everything a step works on: stores, exchange and dense part of one worker.
 
     keys, rows: two transports, because routing may run beside the exchange of another batch's rows.
+    lr_schedule: of tables that have none of their own, and of the dense part.
     dealer: deals samples over workers, with a transport of its own; None: they stay where they are read.
+    meetings: of a model with batch norms: where they meet those of other workers; None: there are none.
+    sharing: of a model whose loss is over the samples of all workers: how they meet; None: each worker has its own.
     check_freshness: that every row is read as the update before left it, or one that is `stale_by` updates older.
     try_mixing: whether the batch is, or will be, cut into micro-batches, which the model's loss must not notice.
     """
@@ -85,18 +102,23 @@ class StepOperations:
         rows: Transport,
         dense: Dense,
         *,
+        lr_schedule: Schedule | None = None,
         dealer: Dealer | None = None,
+        sharing: Sharing | None = None,
+        meetings: Meetings | None = None,
         skip_nonfinite: bool,
         check_freshness: bool = False,
         stale_by: int = 0,
         try_mixing: bool = False,
     ) -> None:
         self.plan, self.keys, self.rows, self.dense_part, self.dealer = plan, keys, rows, dense, dealer
+        self.sharing, self.meetings = sharing, meetings
         # What the square of a token costs, in tokens; None: samples stay where they are.
         self.squares: float | None = None
         self.loads = Loads(maxlen=KEPT)  # of this worker's steps so far
         self._tokens = token_feature(plan.features)
         self._check_freshness, self._stale_by = check_freshness, stale_by
+        self._rates = Rates(lr_schedule, dense)
         self.use(stores)
         self.trouble: BaseException | None = None  # of an operation after which a batch agrees on nothing any more
         self.stop_asked = False  # of this worker, from outside
@@ -107,9 +129,13 @@ class StepOperations:
         self.parted: TrainingError | None = (
             None  # workers were in different calls, or one had a problem; all have heard it
         )
+        self.keeps_predictions = False  # whether a step's result has them
         self.parts = 1  # of the window of the schedule that is run
         self.keys_asked = 0  # of this owner, so far
-        self.flops = FlopCounter(dense.model)
+        self.flops = FlopCounter(dense.model, compiled=dense.is_compiled)
+        if meetings is not None and not callable(getattr(dense.model, "flops", None)):
+            # A forward whose counting fails would be run again, with other workers elsewhere.
+            self.flops.why_not = "the model has batch norms that meet other workers; give it a method flops(batch)"
         self._skip_nonfinite = skip_nonfinite
         self._trials = MIXING_TRIALS if try_mixing else 0  # that are left
         # Each lane has its own: they hold scratch memory.
@@ -131,6 +157,8 @@ class StepOperations:
         self._read, self._clustering, self._dealt_out = read, clustering, False
         self.quitting, self.parted = False, None
         self.dense_part.forget()
+        if self.meetings is not None:
+            self.meetings.forget()
         for buffer in self.buffers:
             if buffer is not None:
                 buffer.forget()
@@ -428,10 +456,34 @@ class StepOperations:
 
     def fwd(self, ctx: Context, m: int) -> None:
         """Runs the model on micro-batch m; adds its losses to the batch's totals."""
-        if ctx.error is None:
-            try:
+        with self._meeting(ctx, m):
+            if ctx.error is None:
                 self._forward(ctx, m)
-            except Exception as error:
+
+    @contextlib.contextmanager
+    def _meeting(self, ctx: Context, m: int) -> Iterator[None]:
+        """A pass of the model; what goes wrong in it is the batch's error. Where batch norms meet those of other workers, it ends
+        when all have ended it."""
+        if self.meetings is not None:
+            self.meetings.begin()
+        spoilt = False
+        try:
+            yield
+        except Left:
+            ctx.left = True
+        except NotFinite as error:
+            ctx.totals[BAD] += 1
+            ctx.left = spoilt = True
+            if not self._skip_nonfinite:
+                ctx.error = error
+        except Exception as error:
+            ctx.error = error
+        if self.meetings is not None:
+            try:
+                self.meetings.finish(failed=spoilt or ctx.error is not None, empty=not ctx.inputs[m].size)
+            except Left:
+                ctx.left = True
+            except ValueError as error:
                 ctx.error = error
 
     def _forward(self, ctx: Context, m: int) -> None:
@@ -440,29 +492,48 @@ class StepOperations:
             return
         doubt = self._try_mixing(ctx, m) if self._trials else None
         tokens = int(self._lengths(batch).sum())
-        if self.flops.counts(ctx.step):
-            output = self.flops.forward(lambda: self.dense_part.forward(batch, rows), batch, tokens=tokens)
-        else:
-            output = self.dense_part.forward(batch, rows)
+
+        def run() -> Any:
+            if self.sharing is not None:
+                with self.dense_part.autocast():
+                    return embed(self.dense_part.model, batch, rows)
+            return self.dense_part.forward(batch, rows)
+
+        made: Any = self.flops.forward(run, batch, tokens=tokens) if self.flops.counts(ctx.step) else run()
         if doubt is not None and self.rows.rank == 0:
             log.warning(
                 f"{doubt}. Set mixes_samples in the model to say that it does (True), is meant so "
                 f"('micro-batch'), or does not (False)"
             )
-        ctx.outputs[m] = output
+        ctx.totals[SAMPLES] += batch.size
+        ctx.totals[TOKENS] += tokens
+        if self.sharing is not None:
+            ctx.shares.add(m, *made)
+        else:
+            ctx.outputs[m] = made
+            self._add_losses(ctx, made, ctx.window.bounds[m])
+            self._keep_predictions(ctx, made, batch)
+
+    def _keep_predictions(self, ctx: Context, output: Checked, batch: Batch) -> None:
+        if self.keeps_predictions:
+            pair = scored(output, batch)
+            ctx.predicted += [] if pair is None else [pair]
+
+    def _add_losses(self, ctx: Context, output: Checked, first: int) -> None:
+        """To the batch's totals. first: which sample of the batch the output begins with."""
         losses = output.losses.detach()
         weights = torch.ones_like(losses) if output.weights is None else output.weights.detach()
         ctx.totals[LOSS] += float(losses.double().sum())
         ctx.totals[WEIGHT] += float(weights.double().sum())
-        ctx.totals[SAMPLES] += batch.size
-        ctx.totals[TOKENS] += tokens
+        for name, task in output.tasks.items():
+            ctx.of_tasks.setdefault(name, np.zeros(2))[:] += sums_of(task.losses, task.weights)
         for what, values in (("loss", losses), ("weight", weights)):
             if torch.isfinite(values).all():
                 continue
             ctx.totals[BAD] += 1
             if not self._skip_nonfinite:
                 sample = int((~torch.isfinite(values)).nonzero()[0])
-                name = ctx.named(ctx.window.bounds[m] + sample)
+                name = ctx.named(first + sample)
                 raise ValueError(
                     f"the {what} of {name} is {float(values[sample])}; look at that sample and at "
                     f"the learning rates, or set on_nonfinite='skip' to leave such batches out and count them"
@@ -475,35 +546,114 @@ class StepOperations:
         if last < 2 or not first < min(ENOUGH, ctx.batch.size) <= last:
             return None
         self._trials -= 1
-        if getattr(self.dense_part.model, "mixes_samples", None) is not None:
+        model = self.dense_part.model
+        if self.sharing is not None:
+            model = Embedding(model)
+        elif getattr(model, "mixes_samples", None) is not None:
             self._trials = 0
             return None
         batch = ctx.batch.slice(0, last).to(self.dense_part.device)
         parts = [self._gather(ctx, k, self.plan.features) for k in range(m + 1)]
         vectors = {f.name: torch.cat([part[f.name] for part in parts]) for f in self.plan.features}
-        trial = try_mixing(self.dense_part.model, batch, self._rows_of(batch, vectors))
+        trial = try_mixing(model, batch, self._rows_of(batch, vectors))
         if trial.learns or trial.doubt is not None:
             self._trials = 0
         return trial.doubt
+
+    def share(self, ctx: Context) -> None:
+        """What this worker's samples are compared with, to all workers; unless one has trouble, which all hear here."""
+        assert self.sharing is not None
+        if ctx.error is None and not ctx.left:
+            ctx.shares.cut()
+        bad = ctx.shares.not_finite
+        if bad is not None:
+            self._spoilt(ctx, *bad)
+        state = SHARES_NOTHING if ctx.error is not None or ctx.left else FINE if bad is None else SPOILT
+        try:
+            self.sharing.share(ctx.shares, state=state, samples=ctx.batch.size)
+        except ValueError as error:  # which the others have as well
+            ctx.error = error
+
+    def _spoilt(self, ctx: Context, name: str, entry: int, entries: int, value: float) -> None:
+        ctx.totals[BAD] += 1
+        if not self._skip_nonfinite:
+            whose = ctx.named(entry) if entries == ctx.batch.size else f"entry {entry}"
+            ctx.error = ValueError(
+                f"the model's embed returned {value} in {name!r} of {whose}; look at that sample and at the learning rates, or "
+                f"set on_nonfinite='skip' to leave such batches out and count them"
+            )
+
+    def compare(self, ctx: Context) -> None:
+        """Losses of this worker's samples, and their gradients down to what was shared and what was not."""
+        assert self.sharing is not None
+        shares, sharing, model = ctx.shares, self.sharing, self.dense_part.model
+        if shares.void or ctx.error is not None or not ctx.batch.size:
+            return
+        nobody = contextlib.nullcontext() if self.meetings is None else self.meetings.refusing("the model's compare")
+
+        def run() -> None:
+            with self.dense_part.autocast(), nobody:
+                output = sharing.compare(model, shares)
+            self._add_losses(ctx, output, 0)
+            self._keep_predictions(ctx, output, ctx.batch)
+            if output.losses.requires_grad:
+                ctx.totals[TRAINABLE] += 1
+                self.dense_part.backward(output.losses.sum(), last=False)
+
+        try:
+            if self.flops.counts(ctx.step):
+                self.flops.backward(run)
+            else:
+                run()
+        except Exception as error:
+            ctx.error = error
+
+    def unshare(self, ctx: Context) -> None:
+        """Gradients of what this worker has shared, from all workers."""
+        assert self.sharing is not None
+        self.sharing.unshare(ctx.shares)
 
     def bwd(self, ctx: Context, m: int) -> None:
         """Gradients of micro-batch m: dense ones into the model, those of rows into the batch's sums, in order."""
         output = ctx.outputs.pop(m, None)
         leaves, streams = ctx.leaves.pop(m, {}), ctx.streams.pop(m, [])
         last = m == ctx.window.micro_batches - 1
+        if self.meetings is None:
+            self._backward(ctx, m, output, leaves, streams, last=last)
+        else:
+            with self._meeting(ctx, m):
+                if ctx.error is None and not ctx.left:
+                    self._backward(ctx, m, output, leaves, streams, last=last)
+        for stream in streams:
+            stream.close()
+        if last and ctx.error is None:
+            self._check_dense_gradients(ctx)
+
+    def _backward(
+        self,
+        ctx: Context,
+        m: int,
+        output: Checked | None,
+        leaves: dict[str, torch.Tensor],
+        streams: Sequence[RowStream],
+        *,
+        last: bool,
+    ) -> None:
+        ran, loss = output is not None, None
         if output is not None and output.losses.requires_grad:
             ctx.totals[TRAINABLE] += 1
             loss = output.losses.sum()
+        elif m in ctx.shares and not ctx.shares.void:
+            ran, loss = True, ctx.shares.loss(m)
+        if loss is not None:
             if self.flops.counts(ctx.step):
                 self.flops.backward(lambda: self.dense_part.backward(loss, last=last))
             else:
                 self.dense_part.backward(loss, last=last)
         for stream in streams:
             stream.close()
-        if output is not None and ctx.error is None:
+        if ran and ctx.error is None:
             self._backward_rows(ctx, m, leaves, streams)
-        if last and ctx.error is None:
-            self._check_dense_gradients(ctx)
 
     def _backward_rows(
         self, ctx: Context, m: int, leaves: dict[str, torch.Tensor], streams: Sequence[RowStream]
@@ -530,9 +680,11 @@ class StepOperations:
                 pool_add(values, NONE, positions, offsets, entries.weights, grads)
 
     def _check_dense_gradients(self, ctx: Context) -> None:
-        name = self.dense_part.not_finite()
-        if name is not None:
-            self._not_finite(ctx, f"parameter {name!r}", None)
+        reach = self.dense_part.reach()
+        if math.isfinite(reach):
+            ctx.totals[REACH] = reach
+        else:
+            self._not_finite(ctx, f"parameter {self.dense_part.not_finite()!r}", None)
 
     def _not_finite(self, ctx: Context, what: str, value: float | None) -> None:
         ctx.totals[BAD] += 1
@@ -550,22 +702,53 @@ class StepOperations:
     def agree(self, ctx: Context, *, train: bool = True) -> None:
         """Sums losses, weights and troubles over workers; raises on every worker if one has trouble."""
         ctx.error = ctx.error or self.trouble
+        if train:
+            self._take_rates(ctx)
         ctx.totals[TROUBLE] = ctx.error is not None
         ctx.totals[QUIT] = self.problem is not None
         ctx.totals[STOP] = self.stop_asked or self.problem is not None
-        self.rows.sum(ctx.totals)
+        self._sum_totals(ctx)
         if ctx.totals[TROUBLE]:
             leave_together(self.rows, ctx)
-        if train and ctx.totals[SAMPLES] and not ctx.totals[TRAINABLE]:
+        if not all_alike(ctx.totals[MARK], ctx.totals[MARK_SQUARED], self.rows.world):
+            self.rows.compare(ctx.rates.named(self.stores, ctx.step))
+        if train and ctx.totals[SAMPLES] and not ctx.totals[TRAINABLE] and not ctx.totals[BAD]:
             raise TrainingError(
                 f"batch {ctx.step}: the loss depends on no parameter and no row, so there is nothing to train: is this under "
                 f"torch.no_grad(), or has the model detached it (.detach(), .item(), .numpy())?",
                 is_ours=self.rows.rank == 0,
             )
+        if ctx.totals[REACH] > SAFE:
+            self._reach_too_far(ctx)
         self.quitting |= bool(ctx.totals[QUIT])
-        # The user may set others for the next batch before this one's update is applied.
-        ctx.row_lrs = [store.lr for store in self.stores]
         ctx.trains = bool(ctx.totals[BAD] == 0 and ctx.totals[WEIGHT] != 0)
+
+    def _reach_too_far(self, ctx: Context) -> None:
+        """Known to all before rows are updated, though the sum itself may still be on its way."""
+        ctx.totals[BAD] += 1
+        if not self._skip_nonfinite:
+            raise TrainingError(
+                f"batch {ctx.step}: the dense gradients of all workers are finite, but so large that their sum may not be; look "
+                f"at the learning rates and at the size of the losses, or set on_nonfinite='skip' to leave such batches out and "
+                f"count them",
+                is_ours=self.rows.rank == 0,
+            )
+
+    def _sum_totals(self, ctx: Context) -> None:
+        """Over workers, in one message; a worker without samples knows the tasks too, because the model declares them."""
+        tasks = self.dense_part.tasks
+        sums = [ctx.totals, *(ctx.of_tasks.get(name, np.zeros(2)) for name in tasks)]
+        summed = self.rows.sum(np.concatenate(sums) if tasks else ctx.totals)
+        ctx.totals = summed[:NUM_TOTALS]
+        ctx.of_tasks = {name: summed[NUM_TOTALS + 2 * k :][:2] for k, name in enumerate(tasks)}
+
+    def _take_rates(self, ctx: Context) -> None:
+        """Now: the user may set others for the next batch before this one's update is applied."""
+        try:
+            ctx.rates = self._rates.at(ctx.step, self.stores)
+            ctx.totals[MARK], ctx.totals[MARK_SQUARED] = ctx.rates.mark, ctx.rates.mark**2
+        except Exception as error:  # of a function of the user's
+            ctx.error = ctx.error or error
 
     # -- gradients to the rows ---------------------------------------------------------------------------------------
 
@@ -584,6 +767,8 @@ class StepOperations:
         are averaged, to this group's part of it."""
         routes = {k: route for route in ctx.replicas for k in route.members}
         for k, store in enumerate(self.stores if ctx.trains else ()):
+            if ctx.step < store.table.frozen_until:
+                continue
             positions, scale, sharers = ctx.positions[k], 1.0 / ctx.totals[WEIGHT], NONE
             if self.plan.is_exact(k):
                 grads = routes[k].gradients(k, len(positions))
@@ -597,7 +782,7 @@ class StepOperations:
                     sharers = routes[k].sharers(k, len(positions))[used]
                 grads = grads._replace(start=np.append(grads.start[used], grads.start[-1]))
                 positions = positions[used]
-            store.update(positions, grads, scale, rows=ctx.rows[k], sharers=sharers, lr=ctx.row_lrs[k])
+            store.update(positions, grads, scale, rows=ctx.rows[k], sharers=sharers, lr=ctx.rates.rows[k])
         if self._versions is not None:
             for k, buffer in enumerate(self.buffers):
                 self._versions.update(k, ctx.step, buffer)
@@ -609,15 +794,34 @@ class StepOperations:
     def dense(self, ctx: Context) -> None:
         """The same for the dense optimizer. The batch has its result."""
         loss, weight, samples, tokens = ctx.totals[[LOSS, WEIGHT, SAMPLES, TOKENS]].tolist()
+        norm = None
         if ctx.trains:
-            self.dense_part.update(1.0 / weight)
+            norm = self.dense_part.update(1.0 / weight, lr_factor=ctx.rates.dense_factor)
         else:
             self.dense_part.forget()
+        if self.meetings is not None:
+            self.meetings.learn(trains=ctx.trains)
+        try:
+            self.dense_part.next_step()
+        except Exception as error:  # of the user's scheduler: the step is complete, and all stop after it
+            self.problem = self.problem or error
         lengths = self._lengths(ctx.batch).astype(np.float64)
         self.loads.append(Load(ctx.seconds, lengths.sum(), (lengths * lengths).sum(), ctx.undealt, ctx.dealt))
-        loss = loss / weight if weight else float("nan")
+        loss = mean_of(loss, weight)
+        losses = {name: mean_of(*sums.tolist()) for name, sums in ctx.of_tasks.items()}
         skipped = bool(ctx.totals[BAD])
-        ctx.result = StepResult(ctx.step + 1, loss, int(samples), weight, skipped=skipped, tokens=int(tokens))
+        ctx.result = StepResult(
+            ctx.step + 1,
+            loss,
+            int(samples),
+            weight,
+            skipped=skipped,
+            tokens=int(tokens),
+            losses=losses,
+            lr=next(iter(ctx.rates.dense), None),
+            grad_norm=norm,
+            predicted=ctx.predicted,
+        )
 
     def _lengths(self, batch: Batch) -> np.ndarray:
         return NONE if self._tokens is None else batch.keys[self._tokens].lengths.numpy()

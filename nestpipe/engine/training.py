@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from nestpipe import process
 from nestpipe.batch import Batch, NotFinite
@@ -20,6 +21,7 @@ from nestpipe.engine.draws import watched
 from nestpipe.engine.engine import Around, Engine
 from nestpipe.engine.flops import Work
 from nestpipe.engine.loader import Loader, checked
+from nestpipe.engine.mixing import refuse_batch_norm
 from nestpipe.engine.placing import place_by_first_batch
 from nestpipe.engine.step import StepOperations
 from nestpipe.engine.tuning import STEPS, Tuning
@@ -39,6 +41,8 @@ class FitResult:
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
+    evaluation_seconds: float = 0.0  # of these: evaluations, and what callbacks did about them
+    ended_early: bool = False  # by Trainer.end_fit
     first_loss: float = float("nan")
     last_loss: float = float("nan")
     skipped: int = 0  # batches left out because something in them was not finite
@@ -48,23 +52,24 @@ class FitResult:
     work: Work | None = None  # what the model computes, and the machine could
 
     @property
+    def training_seconds(self) -> float:
+        return self.seconds - self.evaluation_seconds
+
+    @property
     def samples_per_second(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
+        return self.samples / self.training_seconds if self.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.tokens / self.training_seconds if self.seconds else 0.0
 
     @property
     def mfu(self) -> float | None:
         """Floating-point operations of the model over those that plain matrix products do in the same time; None if they could
         not be counted, `work.why_not` says why."""
-        return self.mfu_over(self.seconds)
-
-    def mfu_over(self, seconds: float) -> float | None:
         if self.work is None:
             return None
-        return self.work.utilization(tokens=self.tokens, samples=self.samples, seconds=seconds)
+        return self.work.utilization(tokens=self.tokens, samples=self.samples, seconds=self.training_seconds)
 
     def add(self, result: StepResult) -> None:
         self.steps += 1
@@ -96,6 +101,8 @@ class Training:
         self.ops, self.setting, self._mesh = ops, setting, mesh
         self.steps = self.skipped = 0
         self.torn: str | None = None
+        self.enough = False  # whether this worker has been told to end `fit` at the next pause
+        self._ended_early = False  # whether a worker was, and `fit` has ended
         self.stopped = False  # whether `fit` has returned because a worker was asked to stop
         self.around: Around | None = None  # see Engine
         self.tuning = Tuning() if setting.is_auto else None  # until it is done
@@ -103,11 +110,15 @@ class Training:
         self.records, self._skip, self._data_timeout = record, skip_nonfinite, data_timeout
         self._names = [feature.name for feature in ops.plan.features]
         self._taken = 0  # batches that this worker has taken from its data before this call, those left out included
+        self._data_state: Any = None  # what the source said after the last of them
+        self.data_lost: str | None = None  # why it is not known, though it was saved
         self._loader: Loader | None = None
         self._left: tuple[Any, Loader] | None = None  # an iterator, and who has read ahead in it
         self._balance: Balance | None = None  # of the last call of fit
         self._waiting: Waiting | None = None
         self._told = False  # what travels how: said once, after the first batch has decided it
+        modules = ops.dense_part.model.modules()
+        self._has_batch_norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
         self.cut_into(setting.parts)
 
     def cut_into(self, micro_batches: int) -> None:
@@ -117,9 +128,14 @@ class Training:
     def position(self) -> int:
         return self._taken + (0 if self._loader is None else self._loader.taken + self._loader.skipped)
 
-    def start_at(self, steps: int, position: int) -> None:
+    @property
+    def data_state(self) -> Any:
+        """What the source of batches said, as JSON, after the last batch that was taken; None if it says nothing."""
+        return self._data_state if self._loader is None else self._loader.state
+
+    def start_at(self, steps: int, position: int, data_state: Any = None) -> None:
         """Goes on where another has ended."""
-        self.steps, self._taken = steps, position
+        self.steps, self._taken, self._data_state = steps, position, data_state
 
     def describe(self) -> list[str]:
         lines = overlap(self.engine.setting, self.engine.schedule, self.ops.stores, self.ops.dense_part.device)
@@ -134,10 +150,10 @@ class Training:
     def fit(
         self, batches: Iterable[Batch], *, steps: int | None, on_step: OnStep | None, pauses: Sequence[int]
     ) -> FitResult:
-        first = self.ops.rows.rank == 0
+        first, self.data_lost = self.ops.rows.rank == 0, None
         left, self._left = self._left, None
         loader = Loader(
-            watched(batches, tell=log.warning if first else log.debug),
+            batches,
             self._names,
             skip_nonfinite=self._skip,
             timeout=self._data_timeout,
@@ -145,8 +161,10 @@ class Training:
             after=left[1] if left is not None and left[0] is batches else None,
             stop_asked=lambda: self.ops.stop_asked or self.ops.problem is not None,
             keep=self.engine.schedule.look_ahead + 3,
+            state=self._data_state,
+            watch=lambda source: watched(source, tell=log.warning if first else log.debug),
         )
-        self._loader, self.stopped, counts = loader, False, Counts(self.ops)
+        self._loader, self.stopped, self._ended_early, counts = loader, False, False, Counts(self.ops)
         self.ops.loads.clear()
         fitted, begin, end = FitResult(), time.perf_counter(), sys.maxsize if steps is None else self.steps + steps
         failure: BaseException | None = None
@@ -161,7 +179,11 @@ class Training:
 
         try:
             with process.first_interrupt(interrupted) as asked:
-                while self.steps < end and self._run_until(self._next_stop(end, pauses), loader, finished):
+                while (
+                    self.steps < end
+                    and self._goes_on()
+                    and self._run_until(self._next_stop(end, pauses), loader, finished)
+                ):
                     pass
         except TrainingError as error:
             if self.ops.parted is None:
@@ -170,7 +192,7 @@ class Training:
         finally:
             loader.close()
             self.ops.problem = self.ops.parted = None
-            self._taken, self._loader = self.position, None
+            self._taken, self._data_state, self._loader = self.position, self.data_state, None
             # Who goes on with the same iterator gets what was read ahead and not trained on.
             self._left = (batches, loader) if isinstance(batches, Iterator) else None
             self.skipped += loader.skipped
@@ -180,12 +202,12 @@ class Training:
             raise from_the_users_line(failure)
         if asked.is_set():
             raise KeyboardInterrupt(f"training has stopped after step {self.steps}; it can go on from there")
-        fitted.seconds = time.perf_counter() - begin
+        fitted.seconds, fitted.ended_early = time.perf_counter() - begin, self._ended_early
         fitted.skipped += int(self.ops.rows.sum(np.array([loader.skipped]))[0])
         fitted.balance = self._balance = counts.gather()
         fitted.waiting = self._waiting = gather(self.ops.loads, self.ops.rows)
         fitted.work = self.ops.flops.gather(self.ops.rows, self.ops.dense_part.device)
-        if not fitted.steps and steps != 0 and first:
+        if not fitted.steps and steps != 0 and first and not fitted.ended_early:
             log.warning("fit has trained nothing: no worker had a batch")
         return fitted
 
@@ -217,6 +239,10 @@ class Training:
 
         self._run(read, self.steps + 1, finished)
         self._taken += batch is not None
+        self._data_state = None  # where such a loop gets its batches is not known here
+        problem, self.ops.problem = self.ops.problem, None
+        if problem is not None:
+            raise problem
         return results[0] if results else None
 
     # -- a run of steps ------------------------------------------------------------------------------------------------
@@ -229,6 +255,11 @@ class Training:
         elif self.tuning is not None:
             stops.append(self.steps + STEPS)
         return min(stops)
+
+    def _goes_on(self) -> bool:
+        """Between runs of steps, when nothing is in flight: whether no worker has had enough."""
+        self.enough = self._ended_early = self.ops.rows.any(self.enough)
+        return not self.enough
 
     def _run_until(self, stop: int, loader: Loader, finished: OnStep) -> bool:
         """Whether training goes on after that: no worker has been asked to stop, and there is data."""
@@ -263,6 +294,11 @@ class Training:
         model, self.engine.around = self.ops.dense_part.model, self.around
         if not model.training:  # modules that the user has put into eval mode inside a model that trains stay so
             model.train()
+        if self._has_batch_norms:  # their modes may have changed since
+            parts = self.engine.schedule.micro_batches
+            self.ops.rows.together(
+                lambda: refuse_batch_norm(model, world=self.ops.rows.world, micro_batches=parts), what="model"
+            )
         try:
             self.engine.run(read, first=self.steps, last=stop, on_step=finished, abandon=abandon)
         except BaseException as error:

@@ -15,20 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 from nestpipe import process
+from nestpipe.engine.computing import Computing
 from nestpipe.engine.dense import Dense
 from nestpipe.engine.evaluation import Evaluation
 from nestpipe.engine.heartbeat import Heartbeat
+from nestpipe.engine.meeting import Meetings, batch_norms
 from nestpipe.engine.mixing import refuse_mixing
+from nestpipe.engine.sharing import Sharing, shares
 from nestpipe.engine.step import StepOperations, Store
 from nestpipe.engine.training import Training
 from nestpipe.exchange.mesh import Mesh
 from nestpipe.exchange.plan import ExchangePlan, place, with_twins
 from nestpipe.exchange.samples import Dealer, token_feature
 from nestpipe.exchange.transport import Transport
+from nestpipe.rates import Schedule
 from nestpipe.schedule.setting import Setting
 from nestpipe.store.disk import DiskStore
 from nestpipe.store.memory import MemoryStore
-from nestpipe.tables import Feature, Table, declarations
+from nestpipe.tables import Feature, Table, declarations, told
 
 CLOSED = "it is closed"
 
@@ -42,10 +46,14 @@ class Options:
     on_nonfinite: str
     record: bool
     check_freshness: bool
+    lr_schedule: Schedule | None = None
+    clip_norm: float = 0.0
+    computing: Computing = Computing()
 
     def declared(self) -> dict[str, Any]:
-        names = ("seed", "on_nonfinite", "record", "check_freshness")
-        return {**self.setting.options(), **{name: getattr(self, name) for name in names}}
+        names = ("seed", "on_nonfinite", "record", "check_freshness", "lr_schedule", "clip_norm")
+        own = {name: told(getattr(self, name)) for name in names}
+        return {**self.setting.options(), **own, **dataclasses.asdict(self.computing)}
 
 
 class Worker:
@@ -62,6 +70,7 @@ class Worker:
         features: Sequence[Feature],
         *,
         dense_optimizer: Callable[[Any], torch.optim.Optimizer],
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         options: Options,
         data_timeout: float,
         storage: Path,
@@ -71,22 +80,43 @@ class Worker:
         self.lr_factor = 1.0
         self._seed, self._storage, self._opened = options.seed, storage, opened
         self._calls: list[tuple[str, float]] = []  # that are running, the innermost last; since when
-        # Keys, rows, dense gradients and samples travel in groups of their own: each is used by one thread, in one order.
+        # Keys, rows, dense gradients, samples and what they share travel in groups of their own: each is used by one thread, in
+        # one order.
         self.keys, self.rows = (Transport(self._new_group(data_timeout)) for _ in range(2))
         opened.callback(self.keys.close)
         opened.callback(self.rows.close)
         self.rank, self.world = self.rows.rank, self.rows.world
         setting, skips = options.setting, options.on_nonfinite == "skip"
         refuse_mixing(
-            model, rank=self.rank, world=self.world, micro_batches=setting.micro_batches, balance=setting.balance
+            model,
+            rank=self.rank,
+            world=self.world,
+            micro_batches=setting.micro_batches,
+            balance=setting.balance,
         )
-        self.dense = self.rows.together(lambda: Dense(model, dense_optimizer), what="model and dense_optimizer")
-        self.rows.compare({**declarations(tables, features), **options.declared(), **self.dense.declared()})
+
+        def make_dense() -> Dense:
+            return Dense(
+                model,
+                dense_optimizer,
+                lr_scheduler=lr_scheduler,
+                clip_norm=options.clip_norm,
+                computing=options.computing,
+            )
+
+        self.dense = self.rows.together(make_dense, what="model and dense_optimizer")
+        mixes = {
+            "model: mixes_samples": getattr(model, "mixes_samples", None),
+            "model: SyncBatchNorm": batch_norms(model),
+        }
+        self.rows.compare({**declarations(tables, features), **options.declared(), **self.dense.declared(), **mixes})
         if self.group is not None and self.world > 1:
             self.dense.connect(self.group)
         # With one worker nothing travels, so that it makes no difference who is beside whom, or who has what.
         setting = setting if self.world > 1 else dataclasses.replace(setting, clustering="none", balance="none")
         dealer = self._dealer(features, data_timeout) if setting.deals else None
+        sharing = self._sharing(data_timeout) if shares(model) else None
+        meetings = self._meetings(model, data_timeout) if batch_norms(model) else None
         machines = self.rows.gather_objects(socket.gethostname())
         self.mesh = Mesh.of(machines, replicas=setting.replicas, near=setting.near)
         held = with_twins(tables, self.mesh)
@@ -97,7 +127,10 @@ class Worker:
             self.keys,
             self.rows,
             self.dense,
+            lr_schedule=options.lr_schedule,
             dealer=dealer,
+            sharing=sharing,
+            meetings=meetings,
             skip_nonfinite=skips,
             check_freshness=options.check_freshness,
             stale_by=setting.stale_by,
@@ -121,10 +154,23 @@ class Worker:
         self._opened.callback(samples.close)
         return Dealer(samples, tokens)
 
+    def _sharing(self, timeout: float) -> Sharing:
+        """Made by all workers, or by none."""
+        shared = Transport(self._new_group(timeout))
+        self._opened.callback(shared.close)
+        return Sharing(shared)
+
+    def _meetings(self, model: nn.Module, timeout: float) -> Meetings:
+        """The same."""
+        meetings = Meetings(Transport(self._new_group(timeout)), model)
+        self._opened.callback(meetings.transport.close)
+        self._opened.callback(meetings.close)
+        return meetings
+
     def _places(self) -> tuple[Transport | Dense, ...]:
         """Where this worker may wait for others."""
-        samples = () if self.ops.dealer is None else (self.ops.dealer.transport,)
-        return self.keys, self.rows, self.dense, *samples
+        others = [part.transport for part in (self.ops.dealer, self.ops.sharing, self.ops.meetings) if part is not None]
+        return self.keys, self.rows, self.dense, *others
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=process.patience(timeout)) if self.group is not None else None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.batch import Batch, Jagged
+from nestpipe.batch import Batch, Jagged, labels_of
 from nestpipe.exchange.transport import Transport
 from nestpipe.kernels.dealing import costs_of, deal
 from nestpipe.tables import Feature
@@ -32,7 +32,7 @@ def token_feature(features: Sequence[Feature]) -> str | None:
 class Part(NamedTuple):
     """One tensor or Jagged of a batch: all that must be known of it to read it from a message."""
 
-    place: str  # "keys", "dense" or "labels"
+    place: str  # "keys", "dense", "labels", or "task" for labels of one of several
     name: str
     is_jagged: bool
     dtype: str
@@ -48,7 +48,7 @@ def parts_of(batch: Batch) -> tuple[Part, ...]:
     parts = [
         *(("keys", name, part) for name, part in batch.keys.items()),
         *(("dense", name, part) for name, part in batch.dense.items()),
-        *([] if batch.labels is None else [("labels", "labels", batch.labels)]),
+        *(("task", name, part) if name else ("labels", "labels", part) for name, part in labels_of(batch).items()),
     ]
     return tuple(Part(place, name, *_kind(part)) for place, name, part in parts)
 
@@ -62,7 +62,7 @@ def _kind(part: Jagged | Tensor) -> tuple[bool, str, tuple[int, ...], str | None
 def pack(batch: Batch) -> np.ndarray:
     """All of a batch as bytes, in the order of its parts."""
     pieces: list[np.ndarray] = []
-    for part in (*batch.keys.values(), *batch.dense.values(), *([] if batch.labels is None else [batch.labels])):
+    for part in (*batch.keys.values(), *batch.dense.values(), *labels_of(batch).values()):
         tensors = [part] if isinstance(part, Tensor) else [part.lengths, part.values]
         tensors += [part.weights] if isinstance(part, Jagged) and part.weights is not None else []
         for tensor in (tensor for tensor in tensors if tensor.numel()):
@@ -96,6 +96,8 @@ def unpack(message: np.ndarray, parts: Sequence[Part], size: int) -> Batch:
             held = take(size, part.dtype, part.shape)
         if part.place == "labels":
             batch.labels = held
+        elif part.place == "task":
+            batch.labels = {**labels_of(batch), part.name: held}
         else:
             getattr(batch, part.place)[part.name] = held
     return batch

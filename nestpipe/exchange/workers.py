@@ -37,6 +37,10 @@ class Workers:
         """Whether it is so on one of the workers."""
         return self._transport.any(flag)
 
+    def together(self, work: Callable[[], T], *, what: str) -> T:
+        """Done by every worker; what goes wrong on one is raised on all."""
+        return self._transport.together(work, what=what)
+
     def on_first(self, work: Callable[[], object], *, what: str) -> None:
         """Done by the first worker while the others wait; what goes wrong is raised on all."""
         self._transport.together(work if self.is_first else None, what=what)

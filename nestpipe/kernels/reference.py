@@ -168,7 +168,7 @@ def _sqrt(values: Tensor) -> Tensor:
 def sum_of_squares(values: Tensor) -> Tensor:
     """[N, D] -> [N]: columns 0, 8, ... in one running sum, 1, 9, ... in the next; these in pairs; then the rest."""
     full = values.shape[1] - values.shape[1] % 8
-    lanes = torch.zeros(len(values), 8)
+    lanes = torch.zeros(len(values), 8, dtype=values.dtype)
     for d in range(0, full, 8):
         lanes = lanes + values[:, d : d + 8] * values[:, d : d + 8]
     while lanes.shape[1] > 1:
@@ -177,6 +177,11 @@ def sum_of_squares(values: Tensor) -> Tensor:
     for d in range(full, values.shape[1]):
         total = total + values[:, d] * values[:, d]
     return total
+
+
+def squares(values: Tensor) -> float:
+    """[N]: the same of one row, in float64."""
+    return float(sum_of_squares(values.double()[None])[0])
 
 
 def prepare(rows: Tensor, grads: Tensor, *, scale: float, weight_decay: float, clip: float | Tensor) -> Tensor:

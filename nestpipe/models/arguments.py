@@ -30,6 +30,14 @@ def check_dropout(model: str, **arguments: Any) -> None:
             raise ValueError(f"{model}: {name} must be at least 0 and below 1, got {value!r}")
 
 
+def check_scores(model: str, *, normalize: Any, temperature: Any) -> None:
+    """Raises ValueError unless they say how scores are made: of cosines or not, divided by what."""
+    if not isinstance(normalize, bool):
+        raise ValueError(f"{model}: normalize must be true or false, got {normalize!r}")
+    if not is_number(temperature) or temperature <= 0:
+        raise ValueError(f"{model}: temperature must be a number above 0, got {temperature!r}")
+
+
 def check_names(model: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if not isinstance(value, str) or not value:
@@ -56,8 +64,22 @@ def check_rows(model: str, rows: Mapping[str, Any], kind: type | tuple[type, ...
                 Jagged: "one row per key, at once: pooling=None, not streamed",
                 Tensor: "one row per sample: pooling='sum'",
                 (Jagged, Streamed): "one row per key: pooling=None",
+                (Jagged, Tensor): "one row per key (pooling=None, not streamed) or per sample (pooling='sum')",
             }[kind]
             raise ValueError(f"{model}: feature {name!r} must have {wanted}")
+
+
+def check_labels(labels: Tensor | Jagged) -> None:
+    """Raises ValueError unless all are from 0 to 1."""
+    values = labels.values if isinstance(labels, Jagged) else labels
+    wrong = ~((values >= 0) & (values <= 1))  # written so that NaN is wrong too
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        sample = int(labels.sample_ids()[place]) if isinstance(labels, Jagged) else place
+        raise ValueError(
+            f"label {values[place].item()} of sample {sample} is outside [0, 1]; "
+            f"clean the data or map the labels to click = 1, no click = 0"
+        )
 
 
 def is_number(value: Any) -> bool:

@@ -85,7 +85,7 @@ class Negatives:
             log_q_P = self._log_q(batch, positions)
             users_P = Jagged(positions.target_keys_P, positions.offsets).sample_ids()
             return in_batch_softmax(
-                positions.states_PD, positions.targets_PD, positions.target_keys_P, log_q_P, users_B=users_P
+                positions.states_PD, positions.targets_PD, positions.target_keys_P, log_q_P, users_N=users_P
             )
         negatives, keys_N = rows[self.feature], batch.keys[self.feature].values
         num = self._num_negatives(negatives.lengths, positions.offsets)

@@ -13,6 +13,7 @@ P items of a prefix, D row width, E = heads x head width.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.models.arguments import check_names, check_rows
+from nestpipe.models.arguments import check_labels, check_names, check_rows
 from nestpipe.models.fuxi import FuXiLayer
 from nestpipe.models.history import HistoryModel
 from nestpipe.models.hstu import HSTULayer
@@ -117,53 +118,50 @@ class Ranker(HistoryModel):
     def _labels(self, batch: Batch) -> Tensor:
         labels, name = batch.labels, type(self).__name__
         if not isinstance(labels, Jagged):
-            got = "none" if labels is None else f"a tensor of shape {tuple(labels.shape)}"
+            got = f"a tensor of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else "none"
+            got = "a dict by task" if isinstance(labels, dict) else got
             raise ValueError(
                 f"{name} needs labels, a Jagged with one for each of a sample's candidates, got {got}; set Batch.labels"
             )
         if not torch.equal(labels.offsets, batch.keys[self.candidates].offsets):
             raise ValueError(f"{name}: labels must be one for each key of {self.candidates!r}, sample by sample")
-        wrong = ~((labels.values >= 0) & (labels.values <= 1))  # written so that NaN is wrong too
-        if wrong.any():
-            place = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"label {labels.values[place].item()} of sample {int(labels.sample_ids()[place])} is outside [0, 1]; "
-                f"clean the data or map the labels to click = 1, no click = 0"
-            )
+        check_labels(labels)
         return labels.values
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def relay_problem(self) -> str | None:
         """Why keeping a prefix would change scores, or None: it does not, with any options of this model."""
-        return None
+        return None  # keys and values of an item depend on no later one
 
     @torch.no_grad()
-    def prefix(self, rows: Jagged, times: Jagged | None = None) -> list[Prefix]:
+    def prefix(
+        self, rows: Jagged, times: Jagged | None = None, behind: Sequence[Prefix | None] | None = None
+    ) -> list[Prefix]:
         """What is to be kept of the first items of each user, in float32; see Prefix.to for half of it.
 
         rows: of the items, [T, dim]. times: seconds of each, if the model looks at times.
+        behind: for each user the prefix of the items before these, None where there are none. Only `rows` are computed, and what
+            is returned is the prefix of all: as if computed at once up to rounding (1e-5 of the largest), and to the bit where
+            attention is cut into the same tiles. The prefixes given are not changed.
         """
         self._check_serving(rows, times)
-        self.check_lengths(rows.lengths)
-        times_T = times.values if times is not None and self.num_time_buckets else None
-        place_T = rows.places()
-        x_TD = self.first_states(rows.values, place_T)
-        tokens = Tokens(rows.offsets, _seen(place_T + 1, x_TD), times_T)
-        bounds = rows.offsets.tolist()
+        kept = [None] * len(rows) if behind is None else behind
+        self._check_prefixes("prefix", kept, rows)
+        histories = self._histories(kept, rows, times)
+        x_TD, tokens = histories.x_TD, histories.tokens
+        bounds = histories.key_offsets.tolist()
         users = list(zip(bounds[:-1], bounds[1:], strict=True))
-        seconds = [None if times_T is None else times_T[a:z].clone() for a, z in users]
+        seconds = [None if tokens.times_S is None else tokens.times_S[a:z].clone() for a, z in users]
         made = [Prefix([], z - a, of_user) for (a, z), of_user in zip(users, seconds, strict=True)]
-        for layer in self._layers():
-            if layer is self.layers[-1]:  # whose states nobody asks for
-                k_TE, v_TE = layer.keys(x_TD)
-            else:
-                projected = layer.project(x_TD)
-                k_TE, v_TE = projected.k_TE, projected.v_TE
-                x_TD = layer.finish(x_TD, projected, tokens.attend(k_TE, v_TE), tokens.seen_T1)
+        for place, layer in enumerate(self._layers()):
+            last = layer is self.layers[-1]  # whose states nobody asks for
+            projected = None if last else layer.project(x_TD)
+            k_SE, v_SE = histories.keys(place, *(layer.keys(x_TD) if projected is None else projected[2:]))
+            if projected is not None:
+                x_TD = layer.finish(x_TD, projected, tokens.attend(k_SE, v_SE), tokens.seen_T1)
             for prefix, (a, z) in zip(made, users, strict=True):
-                # Copies: views would keep queries, and other users, in memory.
-                prefix.layers.append((_copied(k_TE[a:z]), _copied(v_TE[a:z])))
+                prefix.layers.append((_own(k_SE[a:z]), _own(v_SE[a:z])))
         return made
 
     @torch.no_grad()
@@ -195,9 +193,7 @@ class Ranker(HistoryModel):
             )
         if self.num_time_buckets and (now is None or now.shape != (len(tails),)):
             raise ValueError(f"rank: the model looks at times: give now, the seconds of each request [{len(tails)}]")
-        for place, prefix in enumerate(prefixes):
-            if prefix is not None:
-                self._check_prefix(place, prefix, tails.values.device)
+        self._check_prefixes("rank", prefixes, tails)
         return self._scores(prefixes, tails, candidates, times, now)
 
     def _check_serving(self, rows: Jagged, times: Jagged | None) -> None:
@@ -209,22 +205,28 @@ class Ranker(HistoryModel):
         if self.num_time_buckets and (times is None or not torch.equal(times.offsets, rows.offsets)):
             raise ValueError("the model looks at times: give the seconds of each item, a Jagged like the rows")
 
-    def _check_prefix(self, place: int, prefix: Prefix, device: torch.device) -> None:
-        problem = None
+    def _check_prefixes(self, call: str, prefixes: Sequence[Prefix | None], rows: Jagged) -> None:
+        if len(prefixes) != len(rows):
+            raise ValueError(
+                f"{call}: {len(prefixes)} prefixes for {len(rows)} users; give one for each, None for no prefix"
+            )
+        for place, prefix in enumerate(prefixes):
+            problem = None if prefix is None else self._problem_of(prefix, rows.values.device)
+            if problem is not None:
+                raise ValueError(f"{call}: the prefix of user {place} {problem}")
+
+    def _problem_of(self, prefix: Prefix, device: torch.device) -> str | None:
         if len(prefix.layers) != len(self.layers):
-            problem = f"has {len(prefix.layers)} layers, the model {len(self.layers)}; it is of another model"
-        elif self.num_time_buckets and prefix.times is None:
-            problem = "has no times, which the model looks at; it is of another model"
-        for layer, (k, v) in zip(self._layers(), prefix.layers, strict=False):
+            return f"has {len(prefix.layers)} layers, the model {len(self.layers)}; it is of another model"
+        if self.num_time_buckets and prefix.times is None:
+            return "has no times, which the model looks at; it is of another model"
+        for layer, (k, v) in zip(self._layers(), prefix.layers, strict=True):
             shape = (prefix.length, layer.inner)
             if k is None or k.shape != shape or v.shape != shape:
-                problem = (
-                    problem or f"must have keys and values of shape {shape} for each layer; it is of another model"
-                )
-            elif k.device != device or v.device != device:
-                problem = problem or f"is on {k.device}, the tails on {device}; use prefix.to(device=...)"
-        if problem is not None:
-            raise ValueError(f"rank: the prefix of user {place} {problem}")
+                return f"must have keys and values of shape {shape} for each layer; it is of another model"
+            if k.device != device or v.device != device:
+                return f"is on {k.device}, the tails on {device}; use prefix.to(device=...)"
+        return None
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
@@ -236,32 +238,17 @@ class Ranker(HistoryModel):
         times: Jagged | None,
         now_B: Tensor | None,
     ) -> Jagged:
-        place_T, lengths_B, key_offsets = tails.places(), tails.lengths, tails.offsets
-        times_S = times.values if times is not None and self.num_time_buckets else None
-        relayed = any(prefix is not None and prefix.length for prefix in prefixes)
-        bounds = tails.offsets.tolist() if relayed else []
-        if relayed:
-            kept_B = torch.tensor([0 if prefix is None else prefix.length for prefix in prefixes]).to(lengths_B)
-            place_T, lengths_B = place_T + tails.spread(kept_B), lengths_B + kept_B
-            key_offsets = functional.pad(lengths_B.cumsum(0), (1, 0))
-            if times_S is not None:
-                times_S = end_to_end([None if p is None else p.times for p in prefixes], times_S, bounds)
-        self.check_lengths(lengths_B)
         self.check_width(self.history, tails.values)
         self.check_width(self.candidates, candidates.values)
-        x_TD = self.first_states(tails.values, place_T)
+        histories = self._histories(prefixes, tails, times)
+        x_TD, tokens, lengths_B = histories.x_TD, histories.tokens, histories.lengths_B
         c_CD = self.first_states(candidates.values, candidates.spread(lengths_B))
-        tokens = Tokens(tails.offsets, _seen(place_T + 1, x_TD), times_S, key_offsets if relayed else None)
-        asked = Candidates(
-            candidates.offsets, _seen(candidates.spread(lengths_B + 1), c_CD), now_B, key_offsets, times_S
-        )
+        seen_C1 = _seen(candidates.spread(lengths_B + 1), c_CD)
+        asked = Candidates(candidates.offsets, seen_C1, now_B, histories.key_offsets, tokens.times_S)
         for place, layer in enumerate(self._layers()):
             last = layer is self.layers[-1]  # above it nobody asks for the states of items
             projected = None if last else layer.project(x_TD)
-            k_SE, v_SE = layer.keys(x_TD) if projected is None else (projected.k_TE, projected.v_TE)
-            if relayed:
-                kept = [(None, None) if prefix is None else prefix.layers[place] for prefix in prefixes]
-                k_SE, v_SE = (end_to_end([pair[i] for pair in kept], (k_SE, v_SE)[i], bounds) for i in range(2))
+            k_SE, v_SE = histories.keys(place, *(layer.keys(x_TD) if projected is None else projected[2:]))
             if projected is not None:
                 x_TD = layer.finish(x_TD, projected, tokens.attend(k_SE, v_SE), tokens.seen_T1)
             own = layer.project(c_CD)
@@ -270,16 +257,58 @@ class Ranker(HistoryModel):
         normed_CD = functional.layer_norm(c_CD, (self.dim,))
         return candidates.like((normed_CD * self.score_weight).sum(-1) + self.score_bias)
 
+    def _histories(self, prefixes: Sequence[Prefix | None], tails: Jagged, times: Jagged | None) -> _Histories:
+        place_T, lengths_B, key_offsets = tails.places(), tails.lengths, tails.offsets
+        times_S = times.values if times is not None and self.num_time_buckets else None
+        kept = any(prefix is not None and prefix.length for prefix in prefixes)
+        bounds = tails.offsets.tolist() if kept else []
+        if kept:
+            kept_B = torch.tensor([0 if prefix is None else prefix.length for prefix in prefixes]).to(lengths_B)
+            place_T, lengths_B = place_T + tails.spread(kept_B), lengths_B + kept_B
+            key_offsets = functional.pad(lengths_B.cumsum(0), (1, 0))
+            if times_S is not None:
+                times_S = end_to_end([None if p is None else p.times for p in prefixes], times_S, bounds)
+        self.check_lengths(lengths_B)
+        x_TD = self.first_states(tails.values, place_T)
+        tokens = Tokens(tails.offsets, _seen(place_T + 1, x_TD), times_S, key_offsets if kept else None)
+        return _Histories(prefixes if kept else None, bounds, key_offsets, lengths_B, x_TD, tokens)
+
     def _layers(self) -> list[Layer]:
         return list(self.layers)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Histories:
+    """Of each user the items whose keys are kept, if any, and behind them those that are computed: the tail.
+
+    prefixes: None: nothing is kept of anybody. bounds: of the tails; empty if nothing is kept. key_offsets, lengths_B: of both
+    together. x_TD: of the tails, before the first layer.
+    """
+
+    prefixes: Sequence[Prefix | None] | None
+    bounds: list[int]
+    key_offsets: Tensor
+    lengths_B: Tensor
+    x_TD: Tensor
+    tokens: Tokens
+
+    def keys(self, place: int, k_TE: Tensor, v_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all items [S, E] in that layer, of those of the tails."""
+        if self.prefixes is None:
+            return k_TE, v_TE
+        kept = [(None, None) if prefix is None else prefix.layers[place] for prefix in self.prefixes]
+        ks, vs = ([pair[part] for pair in kept] for part in range(2))
+        return end_to_end(ks, k_TE, self.bounds), end_to_end(vs, v_TE, self.bounds)
 
 
 def _seen(count: Tensor, states: Tensor) -> Tensor:
     return count.to(states.dtype)[:, None]
 
 
-def _copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+def _own(x: Tensor) -> Tensor:
+    """A copy, unless it is all there is in its memory: a view would keep queries, and other users, there."""
+    alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 class HSTURanker(Ranker):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nestpipe.batch import Batch, Jagged, Output
-from nestpipe.models.arguments import check_rows, is_number
+from nestpipe.models.arguments import check_rows, check_scores
 from nestpipe.models.history import HistoryModel
 from nestpipe.models.layer import Tokens
 from nestpipe.models.negatives import Negatives, Positions
@@ -82,10 +82,7 @@ class SequenceModel(HistoryModel):
             timestamps=timestamps,
         )
         name = type(self).__name__
-        if not isinstance(normalize, bool):
-            raise ValueError(f"{name}: normalize must be true or false, got {normalize!r}")
-        if not is_number(temperature) or temperature <= 0:
-            raise ValueError(f"{name}: temperature must be a number above 0, got {temperature!r}")
+        check_scores(name, normalize=normalize, temperature=temperature)
         self.normalize, self.temperature = normalize, temperature
         self.negatives = Negatives(
             model=name,

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestpipe.ops.precision import in_float32
 
+
+@in_float32
 def normalize(vectors: Tensor, *, eps: float = 1e-6) -> Tensor:
     """vectors / max(|vectors|, eps) along the last dimension: torch.nn.functional.normalize."""
     return _Normalize.apply(vectors, eps)

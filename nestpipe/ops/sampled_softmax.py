@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.ops.groups import groups_of
+from nestpipe.ops.precision import in_float32
 
 
+@in_float32
 def sampled_softmax(
     states_PD: Tensor,
     targets_PD: Tensor,

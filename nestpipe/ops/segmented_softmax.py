@@ -23,11 +23,13 @@ from nestpipe.batch import Jagged, Streamed
 from nestpipe.kernels.rows import NONE, scatter_add
 from nestpipe.ops.groups import Group, groups_of
 from nestpipe.ops.halves import rounded
+from nestpipe.ops.precision import in_float32
 
 SEGMENT = 1 << 20  # values of rows and logits at a time: 4 MB, about what a core's cache holds
 EPS = 1e-6  # as in `normalize`
 
 
+@in_float32
 def segmented_softmax(
     states_PD: Tensor,
     targets_PD: Tensor,

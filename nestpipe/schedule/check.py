@@ -159,8 +159,7 @@ def _lanes_per_group(tasks: list[Task]) -> Iterator[str]:
     """One lane per process group: then its collectives have one order, the same on every worker."""
     lanes: dict[str, dict[str, str]] = {}
     for task in tasks:
-        group = OPERATIONS[task.op.name].group
-        if group is not None:
+        for group in OPERATIONS[task.op.name].groups:
             lanes.setdefault(group, {}).setdefault(task.lane, task.op.name)
     for group, users in lanes.items():
         if len(users) > 1:

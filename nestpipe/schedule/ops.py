@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 PREFETCH, H2D, ROUTE, RETRIEVE, SYNC, EMB, FWD = "PREFETCH", "H2D", "ROUTE", "RETRIEVE", "SYNC", "EMB", "FWD"
 BWD, REDUCE, AGREE, GRAD, UPDATE, DENSE, WRITEBACK = "BWD", "REDUCE", "AGREE", "GRAD", "UPDATE", "DENSE", "WRITEBACK"
-DEAL, MERGE, AVERAGE = "DEAL", "MERGE", "AVERAGE"  # only in runs that need them, see optional.py
+# Only in runs that need them, see optional.py.
+DEAL, MERGE, AVERAGE = "DEAL", "MERGE", "AVERAGE"
+SHARE, COMPARE, UNSHARE = SHARING = "SHARE", "COMPARE", "UNSHARE"
 
 # What an operation's time counts as, on every page: bringing rows to their owners' hands, exchange with other workers
 # that training waits for, or the training itself.
@@ -30,10 +32,11 @@ class Operation:
     kind: LOOKUP, COMMUNICATION or COMPUTING. meaning: for people.
     unit: of what it does how much; its cost in a profile is per unit (simulate/costs.py counts them).
     colour: in pictures.
-    group: of which process group it issues collectives: one lane uses each group, so that all workers have one order.
+    group: of which process group (or groups) it issues collectives: one lane uses each group, so that all workers have one order.
     collective: what it waits for other workers with: "all_to_all", "all_reduce", or None: it waits for nobody.
     cut: whether it is done micro-batch by micro-batch: "always", "never", or "may": once for all of them, or for each.
-    behind: of an operation that a schedule may do without (or with, on every batch): which one it is put behind.
+    behind: of an operation that a schedule may do without (or with, on every batch): which one it is put behind; if that
+        one is done for every micro-batch and this one is not, behind the last of them.
     lack: of such a one: what is wrong with a run that needs it and does not have it.
     reads, writes: what it touches, for the checker. "tier": one thing, whatever the batch. "routes[t]": of its batch;
         "positions[t-1]": of the one before. "buffer[t mod 2]": one of two. "vectors[t, m]": of its micro-batch, or of all if it
@@ -45,13 +48,17 @@ class Operation:
     meaning: str
     unit: str
     colour: str
-    group: str | None = None
+    group: str | tuple[str, ...] | None = None
     collective: str | None = None
     cut: str = "never"
     behind: str = ""
     lack: str = ""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return self.group if isinstance(self.group, tuple) else (self.group,) if self.group else ()
 
     @property
     def optional(self) -> bool:
@@ -137,9 +144,47 @@ _TABLE = (
         "the model, forward",
         unit="forward operation",
         colour="#2f6fb4",
+        group="statistics",  # of batch norms, if the model has any
         cut="always",
         reads=("vectors[t, up to m]", "dense weights"),
         writes=("output[t, m]", "losses and troubles[t]"),
+    ),
+    Operation(
+        SHARE,
+        COMMUNICATION,
+        "what all samples of all workers are compared with, to all of them",
+        unit="byte of shared vectors",
+        colour="#5b9bb5",
+        group="shared",
+        collective="all_to_all",
+        behind=FWD,
+        lack="each worker would compare its samples with its own ones only",
+        reads=("output[t, all]",),
+        writes=("shared[t]", "losses and troubles[t]"),
+    ),
+    Operation(
+        COMPARE,
+        COMPUTING,
+        "losses of this worker's samples among those of all, and their gradients",
+        unit="pair of samples",
+        colour="#274b8f",
+        behind=SHARE,
+        lack="there would be no loss",
+        reads=("output[t, all]", "shared[t]", "dense weights"),
+        writes=("shared gradients[t]", "dense gradients", "losses and troubles[t]"),
+    ),
+    Operation(
+        UNSHARE,
+        COMMUNICATION,
+        "gradients of what was shared, to the workers that have shared it",
+        unit="byte of shared vectors",
+        colour="#6fae8d",
+        group="shared",
+        collective="all_to_all",
+        behind=COMPARE,
+        lack="no sample would learn from those that were compared with it",
+        reads=("shared gradients[t]",),
+        writes=("unshared[t]",),
     ),
     Operation(
         BWD,
@@ -147,9 +192,10 @@ _TABLE = (
         "the model, backward; the last one begins the sum of dense gradients",
         unit="backward operation",
         colour="#1d3f78",
-        group="dense",
+        group=("dense", "statistics"),
         cut="always",
-        reads=("output[t, m]", "dense weights", "vectors[t, up to m]"),  # vectors: of streamed features, once more
+        # vectors: of streamed features, once more
+        reads=("output[t, m]", "unshared[t]", "dense weights", "vectors[t, up to m]"),
         # Gradients that are not finite are a trouble; [from m]: of rows that those are the last to use.
         writes=("dense gradients", "losses and troubles[t]", "gradients[t, from m]"),
     ),

@@ -70,11 +70,12 @@ class Setting:
     def cut_into(self, micro_batches: int) -> Setting:
         return dataclasses.replace(self, micro_batches=micro_batches)
 
-    def make(self, keeping: Collection[str] | None = None) -> Schedule:
-        """keeping: the operations that keep replicas of the tables together; by default those of exact ones, if there are any."""
+    def make(self, needed: Collection[str] | None = None) -> Schedule:
+        """needed: operations that tables or the model need and others do without: those that keep replicas together, those of a
+        loss over all workers' samples; by default those of exact replicas, if there are any."""
         schedule = SCHEDULES[self.schedule](micro_batches=self.parts, look_ahead=self.look_ahead)
-        keeping = ([MERGE] if self.replicas > 1 else []) if keeping is None else keeping
-        return including(schedule, [*([DEAL] if self.deals else []), *keeping])
+        needed = ([MERGE] if self.replicas > 1 else []) if needed is None else needed
+        return including(schedule, [*([DEAL] if self.deals else []), *needed])
 
     @property
     def _made(self) -> Schedule:

@@ -85,16 +85,25 @@ class Queue(Generic[W]):
         """When the first has to start in order to be in time; infinity if none waits that can be."""
         return self._in_time[0].start_by if self._in_time else math.inf
 
+    @property
+    def first_seconds(self) -> float:
+        """What that one takes; infinity if none waits."""
+        return self._in_time[0].deadline - self._in_time[0].start_by if self._in_time else math.inf
+
     def add(self, now: float, waiting: W) -> None:
         waiting.ready = now
         waiting.start_by = waiting.deadline - self.law.high(waiting.work)
         bisect.insort(self._in_time, waiting, key=_start_by)
 
-    def take(self, now: float) -> Taken[W]:
-        """What runs now that the instance is free."""
+    def part(self, now: float) -> tuple[list[W], list[W]]:
+        """Those that have just become late, and those whose grace has ended: as `Taken` has them."""
         late = self._part_with_late(now)
         over = self._part_with_over(now)
-        late = [waiting for waiting in late if waiting.deadline + self.batching.grace > now or self.batching.shed]
+        return [waiting for waiting in late if waiting.deadline + self.batching.grace > now or self.batching.shed], over
+
+    def take(self, now: float) -> Taken[W]:
+        """What runs now that the instance is free."""
+        late, over = self.part(now)
         if self._in_time:
             run = self._beside(now, self._in_time[0])
             if len(run) < self.batching.requests and self.batching.hold:

@@ -9,22 +9,26 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestpipe import kinds, weights
-from nestpipe.batch import SEEN, Batch, Jagged, Output, check_batch, one_list
+from nestpipe import inference, kinds, weights
+from nestpipe.batch import Batch, check_batch, one_list
 from nestpipe.errors import did_you_mean
+from nestpipe.inference import Recommended
 from nestpipe.sealed import Damaged
 from nestpipe.serve import manifest as manifests
 from nestpipe.serve.lookup import lookup
 from nestpipe.serve.manifest import DENSE, Manifest
-from nestpipe.serve.recommend import Recommended, recommend
+from nestpipe.serve.recommend import recommend
 from nestpipe.serve.rows import Layer, TableRows
 from nestpipe.tables import Feature, Table
+
+if TYPE_CHECKING:
+    from nestpipe.data.columns import Columns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,6 +69,22 @@ class Bundle:
         """Of the run, by section; None for one that has none."""
         return self.manifest.config
 
+    @property
+    def columns(self) -> Columns:
+        """What makes batches of raw columns as the run's training did, strings, buckets and crosses included, without labels:
+        `bundle.predict(bundle.columns.batch(pa.table({"site": ["a1"], "price": [3.5]})))`. For runs on Parquet or CSV files."""
+        from nestpipe.data import DATASETS  # Arrow, which nothing else here needs
+        from nestpipe.data.tabular import Tabular, columns_of
+
+        entries = (self.config or {}).get("data", {})
+        if not issubclass(DATASETS.get(entries.get("kind"), object), Tabular):
+            raise ValueError(
+                f"{self.manifest.path} does not say how columns become batches: its run had "
+                f"{'no config' if self.config is None else 'data of kind ' + repr(entries.get('kind'))}, not parquet or csv; "
+                f"make the Batch yourself"
+            )
+        return columns_of({**entries, "label": None})
+
     def predict(self, batch: Batch) -> Any:
         """What the model predicts for each sample: its `predict(batch, rows)`, where it has one, else `Output.predictions` of its
         forward. The same bits as in `Trainer.evaluate` of the same batch; see docs/serving.md.
@@ -73,18 +93,7 @@ class Bundle:
         """
         check_batch(batch, [feature.name for feature in self.features])
         with torch.no_grad():
-            batch, rows = self._inputs(batch, self.features)
-            if hasattr(self.model, "predict"):
-                return self.model.predict(batch, rows)  # type: ignore[operator]
-            output = self._forward(batch, rows)
-        if not isinstance(output, Output) or output.predictions is None:
-            able = all(hasattr(self.model, name) for name in ("query", "score"))
-            raise ValueError(
-                f"{type(self.model).__name__} predicts nothing for a sample: give it predict(batch, rows), or let its forward "
-                f"return Output(losses, predictions=...)"
-                + ("; for the next items see Bundle.recommend" if able else "")
-            )
-        return output.predictions
+            return inference.predict(self.model, *self._inputs(batch, self.features))
 
     def rows(self, table: str, keys: Tensor | np.ndarray | Sequence[int]) -> Tensor:
         """The rows of any keys, [n, D]. A key without a row gives the values it would be born with, or the row that rare keys
@@ -113,28 +122,27 @@ class Bundle:
 
         The batch needs the features that `query` reads, and no others.
 
-        history: the feature whose table the items are in; the model's own `history` if left out.
+        history: the feature with what the user has had; the model's own `history` if left out. The items are in its table, or in
+            that of the feature that the model calls its `item` (TwoTower).
         exclude_seen: leaves out what the user has had: `batch.dense["seen"]`, or where there is none the sample's history.
         candidates: the keys to choose from; all that have a row if left out.
         """
-        name = str(history or getattr(self.model, "history", "history"))
+        name = inference.history_of(self.model, history)
         features = [feature for feature in self.features if feature.name in batch.keys]
-        of_history = next((feature for feature in features if feature.name == name), None)
-        missing = [method for method in ("query", "score") if not hasattr(self.model, method)]
-        if missing:
-            raise ValueError(f"{type(self.model).__name__} has no {' and no '.join(missing)}, which `recommend` needs")
-        if of_history is None:
-            known = [feature.name for feature in features]
+        known, tables = [feature.name for feature in features], {f.name: f.table for f in self.features}
+        inference.need_query_and_score(self.model, "`recommend`")
+        items = inference.items_of(self.model, name, tables)
+        if name not in known and (items == name or history is not None):
             raise ValueError(f"recommend: history {name!r} of the batch, {did_you_mean(name, known)}")
-        check_batch(batch, [feature.name for feature in features])
+        check_batch(batch, known)
         with torch.no_grad():
             inputs, rows = self._inputs(batch, features)
             return recommend(
                 self.model,
                 self.model.query(inputs, rows),  # type: ignore[operator]
-                self._of(of_history.table),
+                self._of(tables[items]),
                 k,
-                seen=_seen(batch, name) if exclude_seen else None,
+                seen=inference.to_leave_out(batch, name) if exclude_seen else None,
                 candidates=None if candidates is None else one_list(candidates).values.numpy(),
             )
 
@@ -169,16 +177,6 @@ class Bundle:
     @property
     def _device(self) -> torch.device:
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-
-    def _forward(self, batch: Batch, rows: dict[str, Any]) -> Any:
-        try:
-            return self.model(batch, rows)
-        except Exception as error:
-            if batch.labels is None:
-                error.add_note(
-                    "the batch has no labels; if the model's forward reads them, give it predict(batch, rows), which needs none"
-                )
-            raise
 
 
 def load_bundle(path: str | Path, *, model: nn.Module | None = None, verify: bool = False) -> Bundle:
@@ -230,10 +228,3 @@ def _with_weights(model: nn.Module, manifest: Manifest) -> nn.Module:
     weights.check_fits(state, model, where=manifest.path, kind="bundle")
     model.load_state_dict(state)
     return model.eval().requires_grad_(False)
-
-
-def _seen(batch: Batch, history: str) -> Jagged:
-    seen = batch.dense.get(SEEN, batch.keys[history])
-    if not isinstance(seen, Jagged) or seen.values.dtype != torch.int64:
-        raise ValueError(f"batch.dense[{SEEN!r}] must be a Jagged of int64 keys: all that each sample's user has had")
-    return seen

@@ -150,9 +150,10 @@ class Cache:
         self.pool.move(entry, Event.SPILLED)
         return self._dropped_if_superseded(entry)
 
-    def failed(self, key: Key, *, cancelled: bool = False) -> list[Action]:
-        """The computation, load or spill has failed, or was not begun after all. A Miss for each waiter."""
+    def failed(self, key: Key, *, cancelled: bool = False, seconds: float = 0.0) -> list[Action]:
+        """The computation, load or spill has failed, or was given up. A Miss for each waiter. seconds: spent for nothing."""
         entry = self.pool.entries[key]
+        self.counters.wasted_seconds += seconds
         self.counters.cancelled += cancelled
         self.counters.failed += not cancelled
         waiters, entry.waiters = entry.waiters, {}

@@ -39,8 +39,9 @@ class Work(NamedTuple):
     cross: float
 
 
-def prefix_work(tokens: int) -> Work:
-    return Work(1.0, tokens, 0.5 * tokens * tokens, 0.0)
+def prefix_work(tokens: int, behind: int = 0) -> Work:
+    """So many items, behind others whose keys are there. But for the calls, pieces add up to the whole."""
+    return Work(1.0, tokens, tokens * (behind + 0.5 * tokens), 0.0)
 
 
 def ranking_work(prefix: int, tail: int, candidates: int) -> Work:

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from nestpipe.serve.costs import Costs, copy_work, prefix_work, together
+from nestpipe.serve.costs import Costs, copy_work, together
 from nestpipe.serve.load import Load, Visit, visits
 from nestpipe.serve.policy import Instance
-from nestpipe.serve.requests import RELAYED, Action, Rank, Reject, Request, Settings, Source
+from nestpipe.serve.requests import RELAYED, Action, Piece, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.router import Routed, Router
-from nestpipe.serve.states import Compute, Drop, Spill
+from nestpipe.serve.states import Drop, Spill
 from nestpipe.serve.states import Load as LoadCopy
 from nestpipe.serve.trigger import Reason
 
-WORK = (Compute, Rank, LoadCopy, Spill)
+WORK = (Piece, Rank, LoadCopy, Spill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +197,9 @@ class _Simulation:
             if isinstance(action, WORK):
                 seconds = self.takes(action)
                 self.at(now + seconds, self.done, node, node.life, action, seconds)
-                if isinstance(action, Compute):
+                if isinstance(action, Piece):
                     node.prefixes += seconds
-                if isinstance(action, Compute | Rank):
+                if isinstance(action, Piece | Rank):
                     node.busy += seconds
             elif isinstance(action, Reject):
                 self.report.rejected += self.leaves(node, action.request)
@@ -210,19 +210,17 @@ class _Simulation:
             node.wake_at = wake_at
             self.at(wake_at, self.wake, node, node.life)
 
-    def takes(self, action: Compute | Rank | LoadCopy | Spill) -> float:
+    def takes(self, action: Piece | Rank | LoadCopy | Spill) -> float:
         costs = self.fleet.costs
-        if isinstance(action, Compute):
-            seconds = costs.prefix.seconds(prefix_work(action.key.tokens))
+        if isinstance(action, Piece):
+            seconds = costs.prefix.seconds(action.work)
         elif isinstance(action, Rank):
             seconds = costs.ranking.seconds(together(request.work for request in action.requests))
         else:
             seconds = costs.copy.seconds(copy_work(action.size))
         return seconds * self.draw.lognormvariate(0.0, self.fleet.noise)
 
-    def done(
-        self, now: float, node: _Node, life: int, action: Compute | Rank | LoadCopy | Spill, seconds: float
-    ) -> None:
+    def done(self, now: float, node: _Node, life: int, action: Piece | Rank | LoadCopy | Spill, seconds: float) -> None:
         if life != node.life:
             return
         if isinstance(action, Rank):

@@ -83,6 +83,11 @@ class Account:
         self.do(cache.failed(key))
         assert key not in self.waiting.values(), f"{key} failed, and someone still waits for it"
 
+    def give_up(self, key: Key, *, seconds: float = 1.0) -> None:
+        """A computation that nobody waits for is not done, or not any further."""
+        del self.work[key], self.device[key]
+        self.do(self.cache.failed(key, cancelled=True, seconds=seconds))
+
     def release(self, who: Hashable) -> None:
         self.do(self.cache.release(self.reading.pop(who)))
 
@@ -160,6 +165,14 @@ def _round(draw: random.Random, operations: int, users: int) -> collections.Coun
             return "leave"
         return "idle"
 
+    def give_up() -> str:
+        wanted = set(account.waiting.values())
+        unwanted = [key for key, work in account.work.items() if isinstance(work, Compute) and key not in wanted]
+        if not unwanted:
+            return "idle"
+        account.give_up(draw.choice(unwanted))
+        return "give up"
+
     def spill() -> str:
         actions = cache.spill()
         account.do(actions)
@@ -176,7 +189,7 @@ def _round(draw: random.Random, operations: int, users: int) -> collections.Coun
         return "switch"
 
     kinds: dict[Callable[[], str], float] = {
-        claim: 10, end: 9, release: 8, leave: 1, spill: 3, discard: 0.1, switch: 0.02
+        claim: 10, end: 9, release: 8, leave: 1, give_up: 1, spill: 3, discard: 0.1, switch: 0.02
     }  # fmt: skip
     done = 0
     while done < operations:

@@ -158,7 +158,9 @@ def read(path: Path) -> Manifest:
             crc=crc,
         )
         check_declarations([stored.table for stored in manifest.tables], manifest.features)
-        if manifest.base is not None and Path(manifest.base.name).name != manifest.base.name:
+        if manifest.base is not None and (
+            manifest.base.name in ("", "..") or Path(manifest.base.name).name != manifest.base.name
+        ):
             raise ValueError(f"its base is {manifest.base.name!r:.60}, which is no name of a folder")
         if set(manifest.files) != {DENSE, *(stored.file for stored in manifest.tables)}:
             raise ValueError(f"it names the files {sorted(manifest.files)!r:.200}")
@@ -187,6 +189,8 @@ def chain(path: Path) -> list[Manifest]:
                 f"{delta} holds only what changed since {base.name} of version {base.version}, and the {base.name} beside it has "
                 f"version {found.version}: put the right one there, or export a full bundle (without --since)"
             )
+        if any(found.path.samefile(known.path) for known in manifests):
+            raise Damaged(f"{path} is based on itself, by way of {base.name}; {KIND.remedy}")
         manifests.append(found)
     return manifests
 

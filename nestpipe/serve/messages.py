@@ -13,6 +13,8 @@ import numpy as np
 
 from nestpipe.serve.requests import Source
 
+LATEST = 1 << 53  # seconds: up to here float64 holds all whole ones, and the time between two is an int64
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signal:
@@ -54,8 +56,8 @@ class Ask:
         object.__setattr__(self, "candidates", _keys("candidates", self.candidates))
         if not len(self.candidates):
             raise ValueError("candidates: the list is empty; give at least one item to rank")
-        if self.now is not None and not math.isfinite(self.now):
-            raise ValueError(f"now: {self.now!r} is not a number of seconds")
+        if self.now is not None and not abs(self.now) <= LATEST:
+            raise ValueError(f"now: {self.now!r} is not a number of seconds, or beyond 2^53")
         if self.deadline_seconds is not None and not 0 < self.deadline_seconds < math.inf:
             raise ValueError(f"deadline: {self.deadline_seconds!r} seconds from now; give a number above zero")
 
@@ -134,8 +136,6 @@ def _seconds(given: np.ndarray) -> np.ndarray:
         raise ValueError(f"times: a list of seconds is needed, got {times.dtype} of shape {times.shape}")
     if times.dtype.kind == "f" or not times.size:
         times = times.astype(np.float64, copy=False)
-        if not np.isfinite(times).all():
-            raise ValueError("times: one of them is no finite number of seconds")
-        if not ((np.abs(times) < 1 << 53) & (times == np.floor(times))).all():
-            return _own(times, np.float64)
-    return _own(times, np.int64)
+    if not ((times >= -LATEST) & (times <= LATEST)).all():
+        raise ValueError("times: one of them is no finite number of seconds, or beyond 2^53")
+    return _own(times, np.int64 if times.dtype.kind != "f" or (times == np.floor(times)).all() else np.float64)

@@ -1,7 +1,7 @@
 """What an instance does: a state that is told of signals, requests and ends of work, and says what to do next.
 
 One lane computes (prefixes and rankings, one call at a time), one lane copies (loads, spills). Each method returns the actions
-to take now, in order: work to begin (Compute, Rank; Load, Spill), memory to free (Drop), requests to turn away (Reject, Fail).
+to take now, in order: work to begin (Piece, Rank; Load, Spill), memory to free (Drop), requests to turn away (Reject, Fail).
 Whoever runs it tells `done` when a piece of work has ended, and calls `wake` at `next_wakeup()` unless something else happens
 before. Time is passed in. A server's threads and the simulated fleet run this same object.
 
@@ -19,11 +19,12 @@ from collections.abc import Hashable, Iterable
 from nestpipe.serve import states
 from nestpipe.serve.batching import Queue
 from nestpipe.serve.cache import Cache
+from nestpipe.serve.computations import Computation
 from nestpipe.serve.copies import Copies
-from nestpipe.serve.costs import Costs, prefix_work, ranking_work, together
-from nestpipe.serve.requests import RELAYED, Action, Fail, Lease, Rank, Reject, Request, Settings, Source
+from nestpipe.serve.costs import Costs, ranking_work, together
+from nestpipe.serve.requests import RELAYED, Action, Fail, Lease, Piece, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.signals import PACE, Signals
-from nestpipe.serve.states import READABLE, Compute, Drop, Hit, Load, Miss, Spill, State
+from nestpipe.serve.states import READABLE, Drop, Hit, Load, Miss, Spill, State
 from nestpipe.serve.trigger import Reason
 
 
@@ -41,7 +42,7 @@ class Instance:
         self.sources: collections.Counter[Source] = collections.Counter()
         self.rejected = self.failed = 0
         self.delay = 0.0  # seconds in the queue, a running mean
-        self.running: Compute | Rank | None = None
+        self.running: Piece | Rank | None = None
         self._waiting: set[Request] = set()  # for a prefix
         self._give_ups: list[tuple[float, int, Request]] = []  # of these, and of some that no longer wait
         self._number = itertools.count()
@@ -83,13 +84,13 @@ class Instance:
         lease = self.signals.take(now, user)
         self._find_prefix(now, request, lease, actions)
         if lease:
-            self._tell(now, self.signals.let_go(lease), actions)
+            self._tell(now, self.signals.let_go(now, lease), actions)
         return self._next(now, actions)
 
     def done(
-        self, now: float, action: Compute | Rank | Load | Spill, *, seconds: float, well: bool = True
+        self, now: float, action: Piece | Rank | Load | Spill, *, seconds: float, well: bool = True
     ) -> list[Action]:
-        """This work has ended, and took so long. Not well: it failed, and has left nothing behind."""
+        """This work has ended, and took so long. Not well: it failed, and nothing is left of it, nor of the pieces before it."""
         actions = self._expire(now)
         if isinstance(action, Load | Spill):
             self._tell(now, self.copies.end(action, seconds, well=well), actions)
@@ -98,12 +99,8 @@ class Instance:
         self.running = None
         if isinstance(action, Rank):
             self._ranked(now, action, seconds, well, actions)
-        elif well:
-            self.costs.prefix.observe(prefix_work(action.key.tokens), seconds)
-            self.trigger.computed(now)
-            self._tell(now, self.cache.computed(action.key, seconds), actions)
         else:
-            self._tell(now, self.cache.failed(action.key), actions)
+            self._tell(now, self.signals.computations.end(now, action, seconds, well=well), actions)
         return self._next(now, actions)
 
     def wake(self, now: float) -> list[Action]:
@@ -134,8 +131,7 @@ class Instance:
         requests = [*self.queue, *self._waiting]
         if isinstance(self.running, Rank):
             requests += self.running.requests
-        computing = {self.running.key.model} if isinstance(self.running, Compute) else set()
-        return {self.cache.model, *computing, *self.signals.versions(), *(request.version for request in requests)}
+        return {self.cache.model, *self.signals.versions(), *(request.version for request in requests)}
 
     # -- rankings ------------------------------------------------------------------------------------------------------
 
@@ -175,8 +171,26 @@ class Instance:
             latest = request.deadline - law.high(rank)
         request.give_up = min(now + self.settings.wait, latest if latest > now else math.inf)
         self._waiting.add(request)
-        heapq.heappush(self._give_ups, (request.give_up, next(self._number), request))
-        self.signals.hasten(key, request.give_up)
+        self._wait_until(request, request.give_up)
+
+    def _wait_until(self, request: Request, give_up: float) -> None:
+        assert request.key is not None
+        request.give_up = give_up
+        heapq.heappush(self._give_ups, (give_up, next(self._number), request))
+        self.signals.computations.hasten(request.key, give_up)
+
+    def _waits_on(self, now: float, request: Request) -> bool:
+        """It could begin its full pass now and be in time; but if so much of the prefix is made that the rest takes less, it goes
+        on waiting: as long as it can be ranked behind it in time, and not beyond `wait`."""
+        key = request.key
+        assert key is not None
+        rank = self.costs.ranking.high(request.work)
+        full = self.costs.ranking.high(ranking_work(0, request.tokens, request.candidates))
+        give_up = min(request.arrival + self.settings.wait, request.deadline - rank)
+        if give_up <= now or self.signals.computations.high_left(key) + rank > full:
+            return False
+        self._wait_until(request, give_up)
+        return True
 
     def _full_pass(self, now: float, request: Request, source: Source) -> None:
         request.key = None
@@ -233,11 +247,11 @@ class Instance:
         actions: list[Action] = []
         while self._give_ups and (self._give_ups[0][0] <= now or self._give_ups[0][2] not in self._waiting):
             request = heapq.heappop(self._give_ups)[2]
-            if request in self._waiting:
+            if request in self._waiting and not self._waits_on(now, request):
                 key = request.key
                 assert key is not None
                 self.cache.leave(key, request)
-                self.signals.cancel_unwanted(key)
+                self._tell(now, self.signals.computations.leave(now, key), actions)
                 self._full_pass(now, request, Source.GAVE_UP)
         self._tell(now, self.signals.expire(now), actions)
         return actions
@@ -250,23 +264,18 @@ class Instance:
         return actions
 
     def _compute(self, now: float, actions: list[Action]) -> None:
-        """Rankings, or the prefix that is due first: whichever has to start first. A prefix also if rankings are kept for others
-        to join them, and it is done by then.
-
-        The prefix goes first even if it makes a ranking late: the trigger has bounded what prefixes take, and an overloaded
-        instance that never got to compute one would do full passes, and stay overloaded.
-        """
-        self._look_again = end = math.inf
-        first = self.signals.first()
-        if first:
-            seconds = self.costs.prefix.high(prefix_work(first[0].key.tokens))
-            end, start_by = now + seconds, first[1] - seconds
-        if not first or start_by >= self.queue.start_by:
+        """Rankings, or a piece of the prefix that is due first. A piece also if rankings are kept for others to join them, and it
+        is done by then."""
+        late, over = self.queue.part(now)
+        for request in over:
+            self._reject(now, request, actions)
+        for request in late:
+            self._let_wait(now, request, actions)
+        self._look_again = math.inf
+        first = self.signals.computations.first()
+        piece = self.signals.computations.next_piece(first) if first else None
+        if not first or not piece or self._rankings_first(first, piece):
             taken = self.queue.take(now)
-            for request in taken.over:
-                self._reject(now, request, actions)
-            for request in taken.late:
-                self._let_wait(now, request, actions)
             if taken.run:
                 for request in taken.run:
                     self._readmit(now, request)
@@ -277,10 +286,21 @@ class Instance:
                 actions.append(self.running)
                 return
             self._look_again = taken.look_again
-        if first and end <= self._look_again:
-            self.signals.begin(first[0].key)
-            self.running = first[0]
-            actions.append(first[0])
+        if piece and now + self.costs.prefix.high(piece.work) <= self._look_again:
+            self._tell(now, self.signals.computations.begin(piece), actions)
+            self.running = piece
+            actions.append(piece)
+
+    def _rankings_first(self, first: Computation, piece: Piece) -> bool:
+        """A ranking that takes no longer than the piece goes first: it delays the prefix by little, and would wait for much. Of a
+        longer one and the prefix, whichever has to start first.
+
+        So the prefix may make a long ranking late: the trigger has bounded what prefixes take, and an overloaded instance that
+        never got to compute one would do full passes, and stay overloaded.
+        """
+        law = self.costs.prefix
+        short = self.queue.first_seconds <= law.high(piece.work)
+        return short or first.due - law.high(first.left) >= self.queue.start_by
 
     def _let_wait(self, now: float, request: Request, actions: list[Action]) -> None:
         """It is late, and runs when nothing else does, or never: until then it holds no prefix that others could use."""

@@ -30,17 +30,18 @@ from nestpipe.serve.states import (
 class Counters:
     """What has happened since the beginning.
 
-    hits, waits, loads, misses: what claims came to. computations: asked for; cancelled: of these, not begun. failed:
-    computations, loads and spills. device_drops, host_drops: to make room; lost: of the former, those of which there was no copy
-    on the host.
+    hits, waits, loads, misses: what claims came to. computations: asked for; extended: of these, begun behind a shorter prefix;
+    cancelled: of these, not begun, or given up between two pieces. failed: computations, loads and spills.
+    device_drops, host_drops: to make room; lost: of the former, those of which there was no copy on the host.
     superseded: given up because there was a newer one. wasted: computed, and gone without a ranking having used them;
-    wasted_seconds: what these had taken.
+    wasted_seconds: what these had taken, and what pieces of others had that were never whole.
     """
 
     hits: int = 0
     waits: int = 0
     loads: int = 0
     computations: int = 0
+    extended: int = 0
     misses: collections.Counter[Why] = dataclasses.field(default_factory=collections.Counter)
     failed: int = 0
     cancelled: int = 0

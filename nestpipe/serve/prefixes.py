@@ -10,6 +10,7 @@ import numpy as np
 from nestpipe.models.prefix import Prefix
 from nestpipe.serve.cache import Cache
 from nestpipe.serve.messages import digest
+from nestpipe.serve.requests import Piece
 from nestpipe.serve.states import Drop, Key, Place, State
 
 SWEEP = 256  # entries of prefixes that are gone, before they are looked for
@@ -17,7 +18,7 @@ SWEEP = 256  # entries of prefixes that are gone, before they are looked for
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Origin:
-    """What a prefix is made of. history, times: until it is computed."""
+    """What a prefix is made of. history, times: until all of it is computed."""
 
     digest: bytes
     history: np.ndarray | None
@@ -30,6 +31,7 @@ class Prefixes:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.device: dict[Key, Prefix] = {}
+        self.half_made: dict[Key, Prefix] = {}  # on the device too, the first pieces of those that are being computed
         self.host: dict[Key, Prefix] = {}
         self._origins: dict[Key, Origin] = {}
         self._versions = itertools.count(1)
@@ -49,7 +51,7 @@ class Prefixes:
 
     def is_of(self, key: Key, history: np.ndarray, times: np.ndarray | None) -> bool:
         """Whether the prefix is of the first of these items."""
-        return self._origins[key].digest == digest(*first(key.tokens, history, times))
+        return self._origins[key].digest == digest(*part(slice(key.tokens), history, times))
 
     def expect(self, key: Key, history: np.ndarray, times: np.ndarray | None) -> None:
         """This prefix is going to be computed, of the first of these items."""
@@ -57,17 +59,29 @@ class Prefixes:
             gone = [key for key in self._origins if self.cache.state(key) is State.ABSENT]
             for other in gone:
                 del self._origins[other]
-        items = first(key.tokens, history, times)
+        items = part(slice(key.tokens), history, times)
         self._origins[key] = Origin(digest(*items), *items)
 
     def origin(self, key: Key) -> Origin:
         return self._origins[key]
 
+    def before(self, piece: Piece) -> Prefix | None:
+        """What the piece is to be computed behind."""
+        if not piece.first:
+            return None
+        if piece.behind is None:
+            return self.half_made[piece.key]
+        origin = self.origin(piece.key)
+        assert origin.history is not None and self.is_of(piece.behind, origin.history, origin.times), "of other items"
+        return self.device[piece.behind]
+
     def drop(self, action: Drop) -> Prefix | None:
         """What is no longer kept: for the caller to let go."""
-        return (self.device if action.place is Place.DEVICE else self.host).pop(action.key, None)
+        if action.place is Place.HOST:
+            return self.host.pop(action.key, None)
+        return self.half_made.pop(action.key, None) or self.device.pop(action.key, None)
 
 
-def first(count: int, history: np.ndarray, times: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """The first items, and their times."""
-    return history[:count], None if times is None else times[:count]
+def part(which: slice, history: np.ndarray, times: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Some of the items, and their times."""
+    return history[which], None if times is None else times[which]

@@ -9,8 +9,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from nestpipe.serve.batching import Batching
-from nestpipe.serve.costs import Work
-from nestpipe.serve.states import Compute, Drop, Key, Load, Spill
+from nestpipe.serve.costs import Work, prefix_work
+from nestpipe.serve.states import Drop, Key, Load, Spill
 from nestpipe.serve.trigger import Bounds
 
 
@@ -23,7 +23,9 @@ class Settings:
     wait: longest that a ranking waits for a prefix under way, in seconds; then it does the full pass.
     lease: how long a prefix is kept for the ranking that its signal announced, in seconds.
     gap: seconds from a signal to its ranking, until some have been measured.
-    max_tail: a cached prefix that lacks more items than this is computed anew at the next signal.
+    max_tail: a cached prefix that lacks more items than this is extended, or computed anew, at the next signal.
+    piece: share of slo for which a long prefix is computed at a stretch, about: then rankings may go first. Infinity: prefixes
+        are computed in one go, and always from the first item on.
     max_queue: ranking requests that wait; more are refused.
     spill_at: share of the device budget beyond which prefixes are copied to the host ahead of need.
     relay: False: full passes only. trigger: False: every signal is admitted for which there is room.
@@ -38,6 +40,7 @@ class Settings:
     lease: float = 1.0
     gap: float = 0.05
     max_tail: int = 256
+    piece: float = 0.1
     max_queue: int = 1000
     spill_at: float = 0.5
     relay: bool = True
@@ -50,8 +53,8 @@ class Settings:
             raise ValueError(f"overhead={self.overhead} leaves nothing of slo={self.slo}; both are in seconds")
         if min(self.device_bytes, self.host_bytes, self.wait, self.max_tail) < 0:
             raise ValueError(f"{self}: bytes, wait and max_tail are zero or more")
-        if min(self.bytes_per_token, self.max_queue, self.lease, self.gap) <= 0:
-            raise ValueError(f"{self}: bytes_per_token, max_queue, lease and gap are above zero")
+        if not min(self.bytes_per_token, self.max_queue, self.lease, self.gap, self.piece) > 0:
+            raise ValueError(f"{self}: bytes_per_token, max_queue, lease, gap and piece are above zero")
 
 
 class Source(enum.Enum):
@@ -110,6 +113,29 @@ class Lease:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Compute the items of a prefix from `first` up to and without `last`, behind those before them; then `done`. The prefix is
+    there when its last piece is; all of its bytes, `size`, are its own from the first piece on.
+
+    behind: a shorter prefix on the device that has the items before `first`; None: the pieces before this one have made them.
+    """
+
+    key: Key
+    size: int
+    first: int
+    last: int
+    behind: Key | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.last == self.key.tokens
+
+    @property
+    def work(self) -> Work:
+        return prefix_work(self.last - self.first, self.first)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rank:
     """Rank these together, each behind its prefix or, where key is None, its whole history; then `done`."""
 
@@ -136,4 +162,4 @@ class Fail:
     request: Request
 
 
-Action = Compute | Rank | Load | Spill | Drop | Reject | Fail
+Action = Piece | Rank | Load | Spill | Drop | Reject | Fail

@@ -6,6 +6,7 @@ Legend: C candidates of a request.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,9 @@ class Scorer:
         model: Any = bundle.model
         name = type(model).__name__
         missing = [method for method in ("prefix", "rank") if not callable(getattr(model, method, None))]
+        missing += [
+            feature for feature in ("history", "candidates") if not isinstance(getattr(model, feature, None), str)
+        ]
         if missing:
             raise ValueError(
                 f"{name} cannot rank candidates: it has no {' and no '.join(missing)}; serve a ranker: hstu_ranker, fuxi_ranker, "
@@ -53,6 +57,8 @@ class Scorer:
         self.bundle, self.model, self.prefix_dtype = bundle, model, prefix_dtype
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.uses_times = bool(getattr(model, "num_time_buckets", 0))
+        # A model of one's own may compute prefixes in one go only.
+        self.in_pieces = "behind" in inspect.signature(model.prefix).parameters
         self.max_length: int | None = getattr(model, "max_length", None)
         tables = {feature.name: feature.table for feature in bundle.features if feature.pooling is None}
         absent = [name for name in (model.history, model.candidates) if name not in tables]
@@ -62,7 +68,7 @@ class Scorer:
                 f"{', '.join(tables) or 'none'}); export a run whose features are named as the model's"
             )
         self._tables = tables[model.history], tables[model.candidates]
-        self.bytes_per_token = self._num_bytes(2) - self._num_bytes(1)
+        self.bytes_per_token = self._bytes_of_one() if relay else 1
 
     def check(self, message: Signal | Ask) -> None:
         """Raises ValueError for what this model cannot take."""
@@ -73,12 +79,12 @@ class Scorer:
         if self.uses_times and message.times is None:
             raise ValueError("times: the model looks at times; give the seconds of each item of the history")
 
-    def prefix(self, history: np.ndarray, times: np.ndarray | None) -> Prefix:
-        """Of these items, to be kept."""
+    def prefix(self, history: np.ndarray, times: np.ndarray | None, behind: Prefix | None = None) -> Prefix:
+        """Of these items, to be kept. behind: the prefix of the items before them; then it is the prefix of all."""
         rows = self._rows(self._tables[0], [history])
         seconds = self._seconds([times]) if self.uses_times else None
         with torch.no_grad():
-            made: Prefix = self.model.prefix(rows, seconds)[0]
+            made: Prefix = self.model.prefix(rows, seconds, **({} if behind is None else {"behind": [behind]}))[0]
         return made if self.prefix_dtype is torch.float32 else made.to(dtype=self.prefix_dtype)
 
     def rank(self, parts: Sequence[Part]) -> list[np.ndarray]:
@@ -110,9 +116,10 @@ class Scorer:
         self.check(ask)
         return self.rank([Part(ask)])[0]
 
-    def _num_bytes(self, length: int) -> int:
-        items = np.arange(length)
-        return self.prefix(items, items if self.uses_times else None).num_bytes
+    def _bytes_of_one(self) -> int:
+        """Bytes of a prefix of one item."""
+        items = np.zeros(1, np.int64)
+        return max(1, self.prefix(items, items if self.uses_times else None).num_bytes)
 
     def _rows(self, table: str, keys: Sequence[np.ndarray]) -> Jagged:
         lengths = torch.tensor([len(part) for part in keys], dtype=torch.int64)
@@ -129,7 +136,7 @@ class Scorer:
 
 def check_successor(before: Scorer, after: Scorer) -> None:
     """Raises ValueError unless requests and prefixes of one fit the other."""
-    for what in ("bytes_per_token", "max_length", "uses_times", "device"):
+    for what in ("bytes_per_token", "max_length", "uses_times", "in_pieces", "device"):
         ours, others = getattr(before, what), getattr(after, what)
         if ours != others:
             raise ValueError(

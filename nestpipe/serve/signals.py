@@ -1,4 +1,4 @@
-"""What early signals have set going at one instance: leases on prefixes, computations and loads that have not begun yet.
+"""What early signals have set going at one instance: leases on prefixes, and the computations and loads that they wait for.
 
 A signal that is admitted gets a lease: the prefix, once there, is pinned until its ranking comes or the lease ends. So what was
 computed ahead cannot be pushed out by what is computed next, and what is alive is bounded by what was admitted.
@@ -12,10 +12,11 @@ from collections.abc import Hashable
 
 from nestpipe.serve import states
 from nestpipe.serve.cache import Cache
+from nestpipe.serve.computations import Computations
 from nestpipe.serve.copies import Copies
 from nestpipe.serve.costs import Costs, prefix_work, ranking_work
 from nestpipe.serve.requests import Lease, Settings
-from nestpipe.serve.states import READABLE, Compute, Hit, Key, Load, Miss, State, Why
+from nestpipe.serve.states import READABLE, Compute, Hit, Key, Load, Miss, State, Wait, Why
 from nestpipe.serve.trigger import Reason, Trigger
 
 REFUSED = {Why.NO_ROOM: Reason.NO_ROOM, Why.TOO_LARGE: Reason.TOO_LARGE, Why.SUPERSEDED: Reason.SUPERSEDED}
@@ -29,9 +30,8 @@ class Signals:
         self.settings, self.costs, self.cache, self.copies = settings, costs, cache, copies
         self.trigger = Trigger(settings.bounds, device_bytes=settings.device_bytes, always=not settings.trigger)
         self.gap, self.expired = settings.gap, 0
-        self._computations: dict[Key, tuple[Compute, float, float]] = {}  # due when, and what it takes
+        self.computations = Computations(settings, costs, cache, self.trigger)
         self._leases: dict[Hashable, Lease] = {}
-        self._pending_seconds = 0.0  # what these take
         self._ends: collections.deque[Lease] = collections.deque()  # in order; some have been let go since
 
     # -- signals -------------------------------------------------------------------------------------------------------
@@ -42,24 +42,26 @@ class Signals:
         """What comes of a signal, and what the cache says to it. delay: seconds that rankings queue."""
         if not self.settings.relay or not tokens:
             return Reason.OFF, []
-        key = self.usable(user, history, tokens)
+        key, extends = self.usable(user, history, tokens), None
         if key is None or tokens - key.tokens > self.settings.max_tail:
+            extends = self.computations.extensible(key)
             key = Key(user, history, tokens, self.cache.model)
         size = key.tokens * self.settings.bytes_per_token
-        compute_seconds = self.costs.prefix.seconds(prefix_work(key.tokens))
+        there = extends.tokens if extends else 0
+        compute_seconds = self.costs.prefix.seconds(prefix_work(key.tokens - there, there))
         load_seconds = self.copies.seconds(size)
+        ranking, full = self.costs.ranking, ranking_work(0, tokens, candidates)
+        saves = ranking.seconds(full) - ranking.seconds(ranking_work(tokens, 0, candidates))
         state = self.cache.state(key)
         if state is State.ABSENT or (state is State.HOST and load_seconds >= compute_seconds):
-            ranking = self.costs.ranking
-            full = ranking_work(0, tokens, candidates)
             reason = self.trigger.decide(
                 now,
                 full_seconds=ranking.high(full),
                 budget=self.settings.slo - self.settings.overhead - delay,
-                saved_seconds=ranking.seconds(full) - ranking.seconds(ranking_work(tokens, 0, candidates)),
+                saved_seconds=saves,
                 prefix_seconds=compute_seconds,
                 prefix_bytes=size,
-                begins_in=self._pending_seconds,
+                begins_in=self.computations.seconds_left(),
                 needed_in=self.gap + self.settings.wait,
             )
             if reason not in (Reason.ADMITTED, Reason.REUSE):
@@ -89,10 +91,11 @@ class Signals:
             case Load():
                 self.copies.add(verdict)
                 reason = Reason.LOADED
+            case Wait():
+                self.computations.hasten(key, now + self.gap)
             case Compute():
-                self._computations[key] = verdict, now + self.gap, compute_seconds
-                self._pending_seconds += compute_seconds
-        return reason, [*drops, *(self.let_go(before) if before else [])]
+                self.computations.add(verdict, due=now + self.gap, saves=saves, extends=extends)
+        return reason, [*drops, *(self.let_go(now, before) if before else [])]
 
     def usable(self, user: Hashable, history: int, tokens: int) -> Key | None:
         """The best of the user's prefixes for a history of so many items: one that can be read now, and of these the longest."""
@@ -117,13 +120,12 @@ class Signals:
         lease = self._leases.get(user)
         return lease.key if lease else None
 
-    def let_go(self, lease: Lease) -> list[states.Action]:
+    def let_go(self, now: float, lease: Lease) -> list[states.Action]:
         lease.until = -math.inf
         if lease.held:
             return self.cache.release(lease.key)
         self.cache.leave(lease.key, lease)
-        self.cancel_unwanted(lease.key)
-        return []
+        return self.computations.leave(now, lease.key)
 
     def lose(self, lease: Lease) -> None:
         """Its computation or load has failed."""
@@ -137,7 +139,7 @@ class Signals:
             if lease.until > -math.inf:
                 self.expired += 1
                 del self._leases[lease.user]
-                actions += self.let_go(lease)
+                actions += self.let_go(now, lease)
         return actions
 
     def next_end(self) -> float:
@@ -147,25 +149,4 @@ class Signals:
 
     def versions(self) -> set[str]:
         """Of the models that leases may still ask for."""
-        return {lease.key.model for lease in self._leases.values()} | {key.model for key in self._computations}
-
-    # -- computations --------------------------------------------------------------------------------------------------
-
-    def hasten(self, key: Key, due: float) -> None:
-        """A ranking waits for it until then."""
-        if pending := self._computations.get(key):
-            self._computations[key] = pending[0], min(pending[1], due), pending[2]
-
-    def cancel_unwanted(self, key: Key) -> None:
-        """A computation that has not begun, and that nobody waits for any more, is not done."""
-        if key in self._computations and not self.cache.waiters(key):
-            self.begin(key)
-            self.cache.failed(key, cancelled=True)
-
-    def first(self) -> tuple[Compute, float] | None:
-        """The computation that is due first, and when it is due."""
-        return min(self._computations.values(), key=lambda pending: pending[1])[:2] if self._computations else None
-
-    def begin(self, key: Key) -> None:
-        """It no longer waits to be computed."""
-        self._pending_seconds = max(0.0, self._pending_seconds - self._computations.pop(key)[2])
+        return {lease.key.model for lease in self._leases.values()} | self.computations.versions()

@@ -111,7 +111,7 @@ class Trigger:
         if self.always:
             return Reason.ADMITTED
         at_risk = full_seconds > budget
-        if not at_risk and not (self.bounds.reuse and self.uses(now) * saved_seconds > prefix_seconds):
+        if not at_risk and not self.pays(now, saved_seconds=saved_seconds, prefix_seconds=prefix_seconds):
             return Reason.FAST_ENOUGH
         if self.footprint(now, prefix_bytes) > self.bounds.footprint * self.device_bytes:
             return Reason.FOOTPRINT
@@ -120,6 +120,10 @@ class Trigger:
         if self.load(now, prefix_seconds) > self.bounds.load:
             return Reason.LOAD
         return Reason.ADMITTED if at_risk else Reason.REUSE
+
+    def pays(self, now: float, *, saved_seconds: float, prefix_seconds: float) -> bool:
+        """Whether a prefix is worth these seconds although no ranking needs it: users come back, and it saves more than that."""
+        return self.bounds.reuse and self.uses(now) * saved_seconds > prefix_seconds
 
     def count(self, reason: Reason) -> None:
         self.counters[reason] += 1

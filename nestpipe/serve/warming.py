@@ -10,6 +10,7 @@ import numpy as np
 
 from nestpipe.serve.costs import Costs, Work, copy_work, prefix_work, ranking_work, together
 from nestpipe.serve.messages import Ask
+from nestpipe.serve.prefixes import part
 from nestpipe.serve.scoring import Part, Scorer, to_device, to_host
 
 CANDIDATES = 100
@@ -30,9 +31,9 @@ def measure(scorer: Scorer) -> list[Measured]:
     """Full passes, prefixes, rankings behind them, and copies, of histories from short to the longest."""
     found: list[Measured] = []
 
-    def timed(kind: str, work: Work, call: Callable[[], T]) -> T:
+    def timed(kind: str, work: Work, call: Callable[..., T], *arguments: object) -> T:
         began = time.perf_counter()
-        result = call()
+        result = call(*arguments)
         found.append(Measured(kind, work, time.perf_counter() - began))
         return result
 
@@ -43,16 +44,19 @@ def measure(scorer: Scorer) -> list[Measured]:
             found.clear()  # the first time kernels are compiled
         ask = _made_up(scorer, length)
         full = ranking_work(0, length, CANDIDATES)
-        timed("ranking", full, lambda ask=ask: scorer.rank([Part(ask)]))  # type: ignore[misc]
+        timed("ranking", full, scorer.rank, [Part(ask)])
         head = length - min(length // 4, 16)
-        times = None if ask.times is None else ask.times[:head]
-        prefix = timed("prefix", prefix_work(head), lambda: scorer.prefix(ask.history[:head], times))  # noqa: B023
+        prefix, made = None, 0
+        for upto in (head // 2, head) if scorer.in_pieces and head > 1 else (head,):
+            items = part(slice(made, upto), ask.history, ask.times)
+            prefix = timed("prefix", prefix_work(upto - made, made), scorer.prefix, *items, prefix)
+            made = upto
+        assert prefix is not None
         behind = ranking_work(head, length - head, CANDIDATES)
         for count in (1, 4):
-            parts = [Part(ask, prefix)] * count
-            timed("ranking", together([behind] * count), lambda parts=parts: scorer.rank(parts))  # type: ignore[misc]
-        host = timed("copy", copy_work(prefix.num_bytes), lambda prefix=prefix: to_host(prefix))  # type: ignore[misc]
-        timed("copy", copy_work(prefix.num_bytes), lambda host=host: to_device(host, scorer.device))  # type: ignore[misc]
+            timed("ranking", together([behind] * count), scorer.rank, [Part(ask, prefix)] * count)
+        host = timed("copy", copy_work(prefix.num_bytes), to_host, prefix)
+        timed("copy", copy_work(prefix.num_bytes), to_device, host, scorer.device)
         if max(measured.seconds for measured in found) > ENOUGH:
             break
     return found

@@ -32,10 +32,10 @@ from nestpipe.serve.costs import ranking_work
 from nestpipe.serve.counting import flat
 from nestpipe.serve.messages import Ask, Ranked, Rejected, Signal
 from nestpipe.serve.policy import Instance
-from nestpipe.serve.prefixes import Prefixes
-from nestpipe.serve.requests import Action, Fail, Rank, Reject, Request, Settings, Source
+from nestpipe.serve.prefixes import Prefixes, part
+from nestpipe.serve.requests import Action, Fail, Piece, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.scoring import Part, Scorer, check_successor, to_device, to_host
-from nestpipe.serve.states import Compute, Drop, Key, Load, Spill
+from nestpipe.serve.states import Drop, Key, Load, Spill
 from nestpipe.serve.trigger import Reason
 
 __all__ = ["Ask", "Ranked", "Rejected", "Signal", "Worker"]
@@ -58,7 +58,7 @@ class _Todo:
     """What follows from decisions, outside the lock and in this order: memory to free, work to begin, futures to resolve."""
 
     freed: list[Prefix | None] = dataclasses.field(default_factory=list)
-    work: list[Compute | Rank | Load | Spill] = dataclasses.field(default_factory=list)
+    work: list[Piece | Rank | Load | Spill] = dataclasses.field(default_factory=list)
     errors: list[tuple[Future[Ranked], Exception]] = dataclasses.field(default_factory=list)
     wrong: BaseException | None = None
 
@@ -86,7 +86,8 @@ class Worker:
         settings = settings or Settings()
         self._scorer = Scorer(bundle, prefix_dtype=prefix_dtype, relay=settings.relay)
         self._scorers = {bundle.version: self._scorer}  # all that something may still be ranked with
-        self.settings = dataclasses.replace(settings, bytes_per_token=self._scorer.bytes_per_token)
+        piece = settings.piece if self._scorer.in_pieces else math.inf
+        self.settings = dataclasses.replace(settings, bytes_per_token=self._scorer.bytes_per_token, piece=piece)
         self._policy = Instance(self.settings, model=bundle.version)
         self._prefixes = Prefixes(self._policy.cache)
         self._asked: dict[Hashable, _Asked] = {}
@@ -268,7 +269,7 @@ class Worker:
                 match action:
                     case Rank():
                         self._computing.submit(self._guarded, self._rank, action)
-                    case Compute():
+                    case Piece():
                         self._computing.submit(self._guarded, self._compute, action)
                     case Load() | Spill():
                         self._copying.submit(self._guarded, self._copy, action)
@@ -308,20 +309,22 @@ class Worker:
             with self._deciding(ending=True) as todo:
                 self._take(self._policy.wake(self._clock()), todo)
 
-    def _compute(self, action: Compute) -> None:
+    def _compute(self, action: Piece) -> None:
         self._began = began = time.perf_counter()
-        origin, prefix = self._prefixes.origin(action.key), None
+        books, origin, prefix = self._prefixes, self._prefixes.origin(action.key), None
         try:
             assert origin.history is not None
-            prefix = self._scorers[action.key.model].prefix(origin.history, origin.times)
+            items = part(slice(action.first, action.last), origin.history, origin.times)
+            prefix = self._scorers[action.key.model].prefix(*items, books.before(action))
             assert prefix.num_bytes <= action.size, f"{prefix.num_bytes} bytes, {action.size} were counted"
         except Exception:
             log.warning(
                 "a prefix of %d items could not be computed; rankings do without", action.key.tokens, exc_info=True
             )
             prefix = None
-        origin.history = origin.times = None
-        self._made(action, began, prefix, self._prefixes.device)
+        if prefix is None or action.is_last:
+            origin.history = origin.times = None
+        self._made(action, began, prefix, books.device if action.is_last else books.half_made)
 
     def _copy(self, action: Load | Spill) -> None:
         began, books, copy = time.perf_counter(), self._prefixes, None
@@ -335,14 +338,15 @@ class Worker:
         self._made(action, began, copy, books.device if loads else books.host)
 
     def _made(
-        self, action: Compute | Load | Spill, began: float, prefix: Prefix | None, place: dict[Key, Prefix]
+        self, action: Piece | Load | Spill, began: float, prefix: Prefix | None, place: dict[Key, Prefix]
     ) -> None:
         seconds = time.perf_counter() - began
         with self._deciding(ending=True) as todo:
+            if isinstance(action, Piece):
+                todo.freed.append(self._prefixes.half_made.pop(action.key, None))
+                self._no_longer_busy(seconds)
             if prefix is not None:
                 place[action.key] = prefix
-            if isinstance(action, Compute):
-                self._no_longer_busy(seconds)
             actions = self._policy.done(self._clock(), action, seconds=seconds, well=prefix is not None)
             prefix = None  # else what is dropped at once would stay
             self._take(actions, todo)

@@ -30,7 +30,7 @@ class Costs:
         if workers < 1 or setting.replicas < 1 or workers % setting.replicas:
             raise ValueError(f"{workers} workers cannot form {setting.replicas} equal groups (replicas)")
         self.workload, self.profile, self.setting, self.workers = workload, profile, setting, workers
-        schedule = setting.make(workload.keeping if setting.replicas > 1 else ())
+        schedule = setting.make([*(workload.keeping if setting.replicas > 1 else ()), *workload.sharing])
         self.schedule = _with_source(schedule) if READ in profile.operations else schedule
         self.group = workers // setting.replicas
         self._seed = seed
@@ -99,6 +99,10 @@ class Costs:
                 return load.backward_flops * self._share(name, self.split.compute, part)
             case "byte of dense gradients":
                 return load.dense_bytes
+            case "byte of shared vectors":
+                return load.shared_bytes
+            case "pair of samples":
+                return float(load.samples * load.samples * self.workers)
         raise ValueError(f"operation {name} does so many of {unit!r}, which `Costs.units` cannot count: teach it")
 
     def _share(self, name: str, shares: Sequence[float], part: int) -> float:
@@ -114,6 +118,11 @@ class Costs:
             return Cost(alone, 2 * self._among_replicas(self.units(name, part)), self._replicas)
         if name == op.DEAL:  # over all workers, whatever the groups; as if every sample went to another one
             return Cost(alone, self.profile.network.all_to_all(self._sent(name, part), self.workers))
+        if name in (
+            op.SHARE,
+            op.UNSHARE,
+        ):  # the same to each of the others, whatever the groups; and as much back from each
+            return Cost(alone, self.profile.network.all_to_all(self._sent(name, part) * self.workers, self.workers))
         match op.OPERATIONS[name].collective if name in op.OPERATIONS else None:
             case "all_to_all":
                 return Cost(alone, self._all_to_all(name, part), self._groups)

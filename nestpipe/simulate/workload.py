@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nestpipe.batch import Batch, Jagged
+from nestpipe.batch import Batch, Jagged, labels_of
 from nestpipe.config import Built, Config, build
 from nestpipe.data.epoch import training_batches
 from nestpipe.exchange.clustering import cluster
@@ -21,7 +21,7 @@ from nestpipe.exchange.plan import ExchangePlan, Holders
 from nestpipe.exchange.requests import is_wide
 from nestpipe.exchange.samples import token_feature
 from nestpipe.kernels.keys import Deduplicator
-from nestpipe.schedule.ops import AVERAGE, MERGE
+from nestpipe.schedule.ops import AVERAGE, MERGE, SHARING
 from nestpipe.simulate.keys import Growth, count
 from nestpipe.tables import Feature, Table
 
@@ -85,6 +85,7 @@ class Workload:
 
     input_bytes: keys, dense inputs and labels.
     forward_flops, backward_flops: of the model. dense_bytes: of its parameters.
+    shared_bytes: of what its samples share with those of all workers, where the loss is over all of them.
     batches, plan: what micro-batches are cut from; see `split`.
     """
 
@@ -95,6 +96,7 @@ class Workload:
     dense_bytes: float
     forward_flops: float
     backward_flops: float
+    shared_bytes: float = 0.0
     batches: Sequence[Batch] = ()
     plan: ExchangePlan | None = None
 
@@ -107,6 +109,11 @@ class Workload:
         """The operations that keep replicas of its tables together."""
         syncs = {table.sync for table in self.tables}
         return [name for name, sync in ((MERGE, "exact"), (AVERAGE, "average")) if sync in syncs]
+
+    @property
+    def sharing(self) -> list[str]:
+        """The operations of a loss over the samples of all workers."""
+        return list(SHARING) if self.shared_bytes else []
 
     def averaged(self, every: int = 1) -> Workload:
         """With replicas that are averaged every so many steps."""
@@ -151,8 +158,9 @@ def of_config(config: Config, *, batches: int = BATCHES) -> Workload:
 def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
     plan = ExchangePlan(built.tables, built.features, [Holders(owners) for owners in _owners(built.tables)])
     first = batches[0]
-    forward, backward = flops(built.model, first.slice(0, min(first.size, MODEL_SAMPLES)), built.features, built.tables)
-    each = first.size / min(first.size, MODEL_SAMPLES)
+    few = first.slice(0, min(first.size, MODEL_SAMPLES))
+    forward, backward = flops(built.model, few, built.features, built.tables)
+    each = first.size / few.size
     return Workload(
         name=name,
         samples=first.size,
@@ -161,6 +169,7 @@ def of_batches(name: str, batches: Sequence[Batch], built: Built) -> Workload:
         dense_bytes=float(sum(parameter.numel() * parameter.element_size() for parameter in built.model.parameters())),
         forward_flops=forward * each,
         backward_flops=backward * each,
+        shared_bytes=_shared_bytes(built, few) * each,
         batches=list(batches),
         plan=plan,
     )
@@ -172,7 +181,7 @@ def _owners(tables: Sequence[Table]) -> list[np.ndarray]:
 
 def _bytes(batch: Batch) -> int:
     """Keys, dense inputs and labels, with their offsets and weights."""
-    entries = [*batch.dense.values(), batch.labels, *batch.keys.values()]
+    entries = [*batch.dense.values(), *labels_of(batch).values(), *batch.keys.values()]
     parts = [
         (entry.values, entry.offsets, entry.weights) if isinstance(entry, Jagged) else (entry,) for entry in entries
     ]
@@ -205,6 +214,25 @@ def _load(table: Table, features: Sequence[Feature], batches: Sequence[Batch]) -
 
 def flops(model: nn.Module, batch: Batch, features: Sequence[Feature], tables: Sequence[Table]) -> tuple[float, float]:
     """Floating-point operations of a forward and of a backward, as torch counts them."""
+    rows = _zero_rows(batch, features, tables)
+    with FlopCounterMode(display=False) as counter:
+        output = model(batch, rows)
+        forward = float(counter.get_total_flops())
+        (output if isinstance(output, torch.Tensor) else output.losses).sum().backward()
+    model.zero_grad(set_to_none=True)
+    return forward, float(counter.get_total_flops()) - forward
+
+
+def _shared_bytes(built: Built, batch: Batch) -> float:
+    """Of a model whose loss is over the samples of all workers."""
+    if getattr(built.model, "mixes_samples", None) != "global":
+        return 0.0
+    with torch.no_grad():
+        _, shared = built.model.embed(batch, _zero_rows(batch, built.features, built.tables))  # type: ignore[operator]
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in shared.values()))
+
+
+def _zero_rows(batch: Batch, features: Sequence[Feature], tables: Sequence[Table]) -> dict[str, Any]:
     dims = {table.name: table.dim for table in tables}
     rows: dict[str, Any] = {}
     for feature in features:
@@ -212,12 +240,7 @@ def flops(model: nn.Module, batch: Batch, features: Sequence[Feature], tables: S
         num = len(keys.values) if feature.pooling is None else batch.size
         leaf = torch.zeros(num, dim).requires_grad_()
         rows[feature.name] = Jagged(leaf, keys.offsets) if feature.pooling is None else leaf
-    with FlopCounterMode(display=False) as counter:
-        output = model(batch, rows)
-        forward = float(counter.get_total_flops())
-        (output if isinstance(output, torch.Tensor) else output.losses).sum().backward()
-    model.zero_grad(set_to_none=True)
-    return forward, float(counter.get_total_flops()) - forward
+    return rows
 
 
 def _split(batch: Batch, plan: ExchangePlan, micro_batches: int, clustering: str, window_cache: bool) -> Split:

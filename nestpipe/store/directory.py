@@ -190,6 +190,32 @@ class Directory:
             records.put(np.ascontiguousarray(counters), positions, self._counters.raw)
         return positions
 
+    def admit(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of these distinct keys, rare ones too: each has a row of its own from here on, and counts as used by
+        the last step. And which have just got it."""
+        self.sweep()
+        positions = np.empty(len(keys), np.int64)
+        self.index.find(keys, positions)
+        new = positions < 0
+        missing = np.flatnonzero(new)
+        self.sightings.delete(keys[missing])
+        positions[missing] = self._allocate(len(missing))
+        self.index.insert(keys, positions, missing)
+        self._count_first_use(positions[missing])
+        if self._counters is not None:
+            records.count_use(self._counters.raw, positions[~new], self.step, first=False)
+        self.born += len(missing)
+        return positions, new
+
+    def check_budget(self, more: int) -> None:
+        """Raises ValueError if the table may not have so many more rows."""
+        if self._budget is not None and len(self) + more > self._budget:
+            assert self.table.eviction is not None
+            raise ValueError(
+                f"table {self.table.name!r}: {more:,} new rows beside {len(self):,} on this worker are over its part "
+                f"({self._budget:,}) of the budget max_rows={self.table.eviction.max_rows:,}; raise max_rows or give fewer rows"
+            )
+
     def sweep(self) -> None:
         """Drops rows past their ttl."""
         if self._ttl is None:

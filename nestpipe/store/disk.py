@@ -148,6 +148,18 @@ class DiskStore(TableStore):
         self._hot.put(positions, np.ascontiguousarray(rows[:, : self.record_words]))
         self.mark(positions, 0)
 
+    def check_room(self, keys: np.ndarray) -> None:
+        super().check_room(keys)
+        self._affordable(self.directory.num_missing(keys))
+
+    def give(self, keys: np.ndarray, words: np.ndarray, step: int) -> None:
+        self._fit(keys)
+        super().give(keys, words, step)
+
+    def _overwrite(self, positions: np.ndarray, words: np.ndarray, new: np.ndarray) -> None:
+        self._hot.discard(positions[new])  # rows given up before
+        self.write_back(positions, words)
+
     def put_sightings(self, keys: np.ndarray, counts: np.ndarray) -> None:
         self._fit(keys)
         super().put_sightings(keys, counts)

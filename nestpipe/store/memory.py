@@ -69,6 +69,10 @@ class MemoryStore(TableStore):
         records.put(np.ascontiguousarray(rows[:, : self.record_words]), positions, self._chunks.raw)
         self.mark(positions, 0)
 
+    def _overwrite(self, positions: np.ndarray, words: np.ndarray, new: np.ndarray) -> None:
+        self._chunks.reserve(self.directory.used)
+        records.put(words, positions, self._chunks.raw)
+
     def stats(self) -> StoreStats:
         self.directory.sweep()
         of = self.directory

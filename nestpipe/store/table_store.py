@@ -319,6 +319,22 @@ class TableStore:
         """Adds rows (what `records` gave) of keys, or of shards, that have none yet."""
         raise NotImplementedError
 
+    def check_room(self, keys: np.ndarray) -> None:
+        """Raises ValueError if rows of these distinct keys do not fit beside those that are there; changes nothing."""
+        self.directory.sweep()
+        self.directory.check_budget(self.directory.num_missing(keys))
+
+    def give(self, keys: np.ndarray, words: np.ndarray, step: int) -> None:
+        """From here on these distinct keys have these records (as `words` gives them), whether they had a row or not. Nobody
+        else uses the store meanwhile; step: of the batch that comes next."""
+        positions, new = self.directory.admit(keys)
+        self._overwrite(positions, words, new)
+        self.mark(positions, step)
+
+    def _overwrite(self, positions: np.ndarray, words: np.ndarray, new: np.ndarray) -> None:
+        """new: which of these positions have just been given out."""
+        raise NotImplementedError
+
     def put_sightings(self, keys: np.ndarray, counts: np.ndarray) -> None:
         self.directory.sightings.insert(keys, counts, np.arange(len(keys)))
 

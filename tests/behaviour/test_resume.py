@@ -25,6 +25,7 @@ from nestpipe.config import Config, parse
 from nestpipe.data import SyntheticClicks, dataset
 from nestpipe.engine.context import StepResult
 from nestpipe.errors import TrainingError
+from nestpipe.tracking.progress import Progress
 from tests.checkpoint.test_saving import FEATURES, TABLES, Model, contents
 from tests.cluster import Cluster
 from tests.waiting import PATIENCE, until
@@ -65,18 +66,18 @@ class Interrupted:
         self._path, self._step = folder if saved is None else folder / "checkpoints" / folder_of(saved), step
 
     def __enter__(self) -> None:
-        self._before = run.Curves.step
+        self._before = Progress.on_step
 
-        def step(curves: run.Curves, result: StepResult) -> None:
-            self._before(curves, result)
+        def step(progress: Progress, result: StepResult) -> None:
+            self._before(progress, result)
             if result.step == self._step:
                 until(self._path.exists, f"{self._path} exists")
                 raise Cut
 
-        run.Curves.step = step  # type: ignore[method-assign]
+        Progress.on_step = step  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        run.Curves.step = self._before  # type: ignore[method-assign]
+        Progress.on_step = self._before  # type: ignore[method-assign]
 
 
 def train(config: Config, folder: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -523,10 +524,10 @@ def test_stop_on_one_worker_ends_all_after_the_same_step(cluster: Cluster, sched
 
 def stopped_run(config: Config, folder: Path) -> str:
     """SIGTERM on one worker only, as its handler answers it."""
-    before = run.Curves.step
+    before = Progress.on_step
 
-    def step(curves: run.Curves, result: StepResult) -> None:
-        before(curves, result)
+    def step(progress: Progress, result: StepResult) -> None:
+        before(progress, result)
         if result.step == 8 and Stopping.trainer.rank == 0:
             Stopping.trainer.stop()
 
@@ -537,13 +538,13 @@ def stopped_run(config: Config, folder: Path) -> str:
         Stopping.trainer = made[0]
         return made
 
-    run.Curves.step, run.make_trainer = step, make_and_keep  # type: ignore[method-assign]
+    Progress.on_step, run.make_trainer = step, make_and_keep  # type: ignore[method-assign]
     try:
         train(config, folder)
     except run.Stopped as error:
         return str(error)
     finally:
-        run.Curves.step, run.make_trainer = before, make  # type: ignore[method-assign]
+        Progress.on_step, run.make_trainer = before, make  # type: ignore[method-assign]
         del Stopping.trainer
     return "not stopped"
 

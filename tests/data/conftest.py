@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,8 +26,11 @@ def data_sets(tmp_path_factory):
     head = "user_id,video_id,hourmin,time_ms,is_click,duration_ms,tab\n"
     lines = [f"{draw.randrange(9)},{draw.randrange(99)},1530,{n},{draw.randrange(2)},900,1" for n in range(300)]
     (folder / "kuairand.csv").write_text(head + "\n".join(lines) + "\n")
+    lines = [f"s{draw.randrange(9)},a{draw.randrange(99)},{draw.randrange(99) / 4}" for n in range(300)]
+    (folder / "words.csv").write_text("site,app,price\n" + "\n".join(lines) + "\n")
     lists = pa.array([list(range(n % 4)) for n in range(300)], pa.list_(pa.int64()))
     columns = {"user": pa.array(range(300)), "liked": lists, "age": pa.array([n / 2 for n in range(300)])}
+    datasets.Dataset(pa.table(columns)).save_to_disk(str(folder / "saved"), num_shards=2)
     pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=50)
 
     options = {
@@ -45,6 +49,21 @@ def data_sets(tmp_path_factory):
         "criteo": {"path": str(folder / "criteo.tsv"), "shuffle_buffer": 64, "block_bytes": 2000},
         "kuairand": {"path": str(folder / "kuairand.csv"), "shuffle_buffer": 64, "block_bytes": 500},
         "kuairand_sequences": {"path": str(folder / "kuairand.csv")},
+        "csv": {
+            "path": str(folder / "words.csv"),
+            "keys": ["site", "app"],
+            "dense": ["price"],
+            "buckets": {"level": {"column": "price", "quantiles": 5}},
+            "crosses": {"both": ["site", "level"]},
+            "shuffle_buffer": 64,
+            "block_bytes": 500,
+        },
+        "huggingface": {
+            "path": str(folder / "saved"),
+            "keys": ["user", "liked"],
+            "dense": ["age"],
+            "rows_per_read": 20,
+        },
         "parquet": {"path": str(folder / "rows.parquet"), "keys": ["user", "liked"], "dense": ["age"]},
     }
     assert options.keys() == DATASETS.keys()

@@ -7,8 +7,8 @@ from nestpipe.data import DATASETS, SyntheticClicks
 
 def test_the_registry_names_every_dataset():
     assert sorted(DATASETS) == [
-        "criteo", "kuairand", "kuairand_clicks", "kuairand_like", "kuairand_sequences", "movielens", "parquet", "sequences",
-        "synthetic_clicks", "synthetic_sequences",
+        "criteo", "csv", "huggingface", "kuairand", "kuairand_clicks", "kuairand_like", "kuairand_sequences", "movielens",
+        "parquet", "sequences", "synthetic_clicks", "synthetic_sequences",
     ]  # fmt: skip
 
 

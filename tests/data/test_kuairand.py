@@ -68,7 +68,7 @@ def test_sequences_hold_the_positive_events_in_order_of_time(tmp_path):
     ]
     path.write_text(HEADER + "".join(line(u, v, time_ms=t, click=c) for u, v, t, c in events))
     dataset = KuaiRandSequences(path=str(path), num_negatives=0)
-    assert read_samples(dataset, "test", batch_size=4) == [((12, 11, 10), (), (2, 2, 5), (12, 11, 10), 13)]
+    assert read_samples(dataset, "test", batch_size=4) == [((12, 11, 10), (), (2, 2, 5), (12, 11, 10), 1, 13)]
     assert dataset.candidates().tolist() == [10, 11, 12, 13, 50]
     with pytest.raises(ValueError, match="no row with is_like = 1"):
         KuaiRandSequences(path=str(path), positive="is_like")

@@ -1,6 +1,8 @@
 import gzip
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,12 +29,12 @@ def test_leave_one_out(path):
     dataset = Sequences(path=path, max_length=3, num_negatives=0)
     train = {sample[0] for sample in read_samples(dataset, "train", batch_size=2)}
     assert train == {(10, 11, 12), (11,), (17, 18), (19,)}  # users with one or two items train with all of them
-    # (history, negatives, all seen, target); only the latest three items of a history are kept
+    # (history, negatives, all seen, user, target); only the latest three items of a history are kept
     assert read_samples(dataset, "valid", batch_size=2) == [
-        ((10, 11, 12), (), (10, 11, 12), 13),
-        ((11,), (), (11,), 15),
+        ((10, 11, 12), (), (10, 11, 12), 7, 13),
+        ((11,), (), (11,), 8, 15),
     ]
-    test = [((11, 12, 13), (), (10, 11, 12, 13), 14), ((11, 15), (), (11, 15), 16)]
+    test = [((11, 12, 13), (), (10, 11, 12, 13), 7, 14), ((11, 15), (), (11, 15), 8, 16)]
     assert read_samples(dataset, "test", batch_size=2) == test
 
 
@@ -139,7 +141,7 @@ def test_movielens_orders_each_user_by_time(tmp_path, name, delimiter, header, e
     path = tmp_path / name
     path.write_bytes(text.encode())
     dataset = MovieLens(path=str(path), num_negatives=0)
-    assert read_samples(dataset, "test", batch_size=4) == [((11, 10, 12), (), (10, 20, 30), (11, 10, 12), 13)]
+    assert read_samples(dataset, "test", batch_size=4) == [((11, 10, 12), (), (10, 20, 30), (11, 10, 12), 1, 13)]
     assert sorted(read_samples(dataset, "train", batch_size=4)) == [
         ((11, 10), (), (10, 20)),
         ((31, 30), (), (100, 300)),
@@ -230,3 +232,76 @@ def test_files_with_times_say_when_the_first_clicked_item_was(tmp_path):
     for epoch in range(5):
         (batch,) = read(dataset, "train", batch_size=1, epoch=epoch)
         assert batch.dense["now"].tolist() == [100 + len(batch.keys["history"].values)]
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_training_item_with_one_before_it_is_a_pair_with_its_user(path):
+    dataset = Sequences(path=path, max_length=1, pairs=True)
+    assert dataset.features == ("history", "target")
+    # (history, target, user): the last two items of users 7 and 8 are held out; of user 5 nothing has one before it
+    expected = [((10,), (11,), 7), ((11,), (12,), 7), ((17,), (18,), 9)]
+    assert sorted(read_samples(dataset, "train", batch_size=2)) == expected
+    assert Sequences(path=path, pairs=True).epoch("train", seed=0, epoch=0).size == 3
+    longer = read_samples(Sequences(path=path, max_length=5, pairs=True), "train", batch_size=3)
+    assert sorted(longer) == [((10,), (11,), 7), ((10, 11), (12,), 7), ((17,), (18,), 9)]
+
+
+def test_pairs_that_are_judged_have_the_held_out_item_and_all_that_was_seen(path):
+    dataset = Sequences(path=path, max_length=2, pairs=True)
+    # (history, target, seen, user, label)
+    assert read_samples(dataset, "valid", batch_size=2) == [
+        ((11, 12), (13,), (10, 11, 12), 7, 13),
+        ((11,), (15,), (11,), 8, 15),
+    ]
+    assert read_samples(dataset, "test", batch_size=5) == [
+        ((12, 13), (14,), (10, 11, 12, 13), 7, 14),
+        ((11, 15), (16,), (11, 15), 8, 16),
+    ]
+
+
+def test_pairs_know_how_popular_their_target_is_among_training_events(path):
+    dataset = Sequences(path=path, pairs=True, log_q=True)
+    shares = {11: 2 / 7, 12: 1 / 7, 18: 1 / 7}
+    for _, (target,), _, log_q in read_samples(dataset, "train", batch_size=2):
+        assert log_q == pytest.approx(math.log(shares[target]), rel=1e-6)
+    (batch,) = read(dataset, "valid", batch_size=2)
+    assert batch.dense["log_q"].exp().tolist() == pytest.approx([1 / 7, 1 / 7])  # as an item of one event
+
+
+def flat(batches):
+    return sorted(sample for batch in batches for sample in batch)
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_pairs_do_not_depend_on_the_world_and_lengths_are_known_beforehand(split):
+    lengths = torch.arange(30) % 7 + 1
+    store = Histories(torch.arange(30).numpy(), torch.arange(int(lengths.sum())).numpy(), offsets_of(lengths.numpy()))
+    dataset = HistoryDataset(store, max_length=3, num_negatives=0, pairs=True)
+    alone = global_batches(dataset, split, batch_size=6, world=1, seed=2, epoch=1)
+    assert global_batches(dataset, split, batch_size=3, world=2, seed=2, epoch=1) == alone
+    assert sum(map(len, alone)) == len({sample[1] for batch in alone for sample in batch}) > 12  # each target once
+    epoch = dataset.epoch(split, seed=2, epoch=1)
+    places = torch.arange(epoch.size).numpy()
+    assert epoch.lengths(places).tolist() == epoch.make(places).keys["history"].lengths.tolist()
+    if split == "train":
+        again = global_batches(dataset, split, batch_size=6, world=1, seed=2, epoch=2)
+        assert again != alone and flat(again) == flat(alone)
+
+
+def test_users_whose_names_are_no_numbers_are_told_apart_all_the_same():
+    names = np.array(["ann", "bob"])
+    dataset = HistoryDataset(
+        Histories(names, np.arange(10), np.array([0, 5, 10])), max_length=3, num_negatives=0, pairs=True
+    )
+    (batch,) = read(dataset, "train", batch_size=9)
+    users = dict(zip(batch.keys["target"].values.tolist(), batch.dense["user"].tolist(), strict=True))
+    assert users[1] == users[2] != users[6] == users[7]
+    (batch,) = read(dataset, "test", batch_size=9)
+    assert "user" not in batch.dense and batch.labels.tolist() == [4, 9]
+
+
+def test_pairs_and_lists_of_candidates_exclude_each_other(path):
+    with pytest.raises(ValueError, match="num_clicked makes lists of candidates, pairs single targets"):
+        Sequences(path=path, pairs=True, num_clicked=2)

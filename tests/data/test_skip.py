@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe import Batch, Jagged, run
+from nestpipe import Batch, Jagged
 from nestpipe.config import TrainSection
 from nestpipe.data import DATASETS, criteo
 from nestpipe.data.dataset import generator, skip
 from nestpipe.data.stream import Stream, Unparsed
+from nestpipe.running.feeding import epochs_of
 from tests.data.data_samples import assert_same, same
 from tests.data.test_files import pieces
 
@@ -70,7 +71,7 @@ class Listed:
 @pytest.mark.parametrize("passed", range(8))
 def test_a_resumed_run_goes_on_in_the_middle_of_a_list_and_of_a_later_epoch(passed):
     settings = TrainSection(batch_size=1, epochs=2)
-    keys = [batch.keys["key"].values.item() for batch in run._epochs(Listed(), settings, 0, 1, passed)]
+    keys = [batch.keys["key"].values.item() for batch in epochs_of(Listed(), settings, 0, 1, passed)]
     assert keys == [0, 1, 2, 10, 11, 12][passed:]
 
 

@@ -16,7 +16,7 @@ from nestpipe.engine.lanes import LOOK_UP, Lanes
 from nestpipe.errors import TrainingError
 from nestpipe.schedule import SCHEDULES
 from nestpipe.schedule.check import _graph, _Order
-from nestpipe.schedule.ops import AVERAGE, DEAL, MERGE, OPERATIONS, Op, Schedule, Task
+from nestpipe.schedule.ops import AVERAGE, DEAL, MERGE, OPERATIONS, SHARING, Op, Schedule, Task
 from nestpipe.schedule.optional import including
 from tests.waiting import PATIENCE
 
@@ -70,7 +70,7 @@ def test_workers_with_other_timing_leave_out_the_same_operations(
     name: str, failing: str, batch: int, seeds: tuple[int, int]
 ) -> None:
     """Else a collective would wait for a worker that has left."""
-    schedule = including(SCHEDULES[name](micro_batches=2), [DEAL, MERGE, AVERAGE])
+    schedule = including(SCHEDULES[name](micro_batches=2), [DEAL, MERGE, AVERAGE, *SHARING])
 
     def fails(op: Op) -> BaseException | None:
         return TrainingError(str(op)) if op == Op(failing, batch) else None

@@ -364,7 +364,9 @@ def test_the_clock_does_not_decide_on_the_split_of_a_mix() -> None:
 
 
 def test_a_declaration_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mixes_samples = 'micro_batch'; it is True, False or 'micro-batch'"):
+    with pytest.raises(
+        ValueError, match=r"mixes_samples = 'micro_batch'; it is True, False, 'micro-batch' or 'global'"
+    ):
         trainer_of(Misspelt())
 
 

@@ -226,3 +226,109 @@ def test_a_prefix_of_another_model_is_refused(kind):
     (prefix,) = model.prefix(rows["history"], batch.dense["timestamps"])
     with pytest.raises(ValueError, match="is on meta, the tails on cpu"):
         rank(prefix.to(device="meta"))
+
+
+# -- prefixes in pieces ------------------------------------------------------------------------------------------------
+
+
+def in_pieces(
+    model: Ranker, batch: Batch, rows: dict[str, Jagged], ends: list[list[int]], dtype: torch.dtype | None = None
+) -> list[Prefix]:
+    """Prefixes of the whole histories, of which pieces end there; of each user as many."""
+    made: list[Prefix] | None = None
+    starts = [0] * batch.size
+    for upto in zip(*ends, strict=True):
+        places = [slice(a, z) for a, z in zip(starts, upto, strict=True)]
+        piece, times = (_cut(part, places) for part in (rows["history"], batch.dense["timestamps"]))
+        made = [prefix.to(dtype=dtype) for prefix in model.prefix(piece, times, made)]
+        starts = list(upto)
+    assert made is not None
+    return made
+
+
+def _cut(part: Jagged, places: list[slice]) -> Jagged:
+    bounds = part.offsets.tolist()
+    cut = [part.values[a:z][place] for a, z, place in zip(bounds[:-1], bounds[1:], places, strict=True)]
+    return Jagged.from_lengths(torch.cat(cut), torch.tensor([len(each) for each in cut]))
+
+
+def far_apart(made: list[Prefix], whole: list[Prefix]) -> float:
+    assert [prefix.length for prefix in made] == [prefix.length for prefix in whole]
+    pairs = [
+        (mine, other)
+        for one, two in zip(made, whole, strict=True)
+        for ours, theirs in zip(one.layers, two.layers, strict=True)
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+    for one, two in zip(made, whole, strict=True):
+        assert (one.times is None and two.times is None) or torch.equal(one.times, two.times)
+        assert one.num_bytes == two.num_bytes
+    return max((apart(mine, other) for mine, other in pairs), default=0.0)
+
+
+@pytest.mark.parametrize("num_time_buckets", [0, 32])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [[300], [70], [1]],
+        [[128, 256, 300], [64, 65, 70], [0, 0, 1]],
+        [[1, 2, 300], [0, 70, 70], [1, 1, 1]],  # empty pieces, before and after
+        [[0, 0, 129, 300, 300], [0, 0, 0, 0, 70], [0, 1, 1, 1, 1]],
+    ],
+)
+def test_pieces_make_the_prefix_that_is_computed_at_once(kind, num_time_buckets, ends):
+    model = make_ranker(kind, num_time_buckets=num_time_buckets)
+    batch, rows = make_requests([300, 70, 1], [5, 3, 2])
+    whole = model.prefix(rows["history"], batch.dense["timestamps"])
+    made = in_pieces(model, batch, rows, ends)
+    assert far_apart(made, whole) <= 1e-5
+    no_tail, times = (_cut(part, [slice(0)] * 3) for part in (rows["history"], batch.dense["timestamps"]))
+    scores = model.rank(made, no_tail, rows["candidates"], times=times, now=batch.dense["now"])
+    assert apart(scores.values, full_pass(model, batch, rows).values) <= 1e-5
+
+
+def test_pieces_that_end_where_tiles_do_have_the_same_bits(kind):
+    model = make_ranker(kind)
+    batch, rows = make_requests([384], [1])
+    whole = model.prefix(rows["history"], batch.dense["timestamps"])
+    assert far_apart(in_pieces(model, batch, rows, [[256, 384]]), whole) == 0
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)])
+def test_a_prefix_kept_in_half_precision_can_be_extended(kind, dtype, error):
+    model = make_ranker(kind)
+    batch, rows = make_requests([300, 70], [5, 3])
+    whole = [prefix.to(dtype=dtype) for prefix in model.prefix(rows["history"], batch.dense["timestamps"])]
+    made = in_pieces(model, batch, rows, [[128, 256, 300], [10, 20, 70]], dtype)
+    assert {x.dtype for prefix in made for pair in prefix.layers for x in pair} == {dtype}
+    assert 0 < far_apart(made, whole) <= error
+
+
+def test_a_prefix_that_is_extended_stays_as_it_is_and_shares_no_memory_with_the_longer_one(kind):
+    model = make_ranker(kind)
+    batch, rows = make_requests([100], [1])
+    (before,) = in_pieces(model, batch, rows, [[60]])
+    kept = [x.clone() for pair in before.layers for x in pair]
+    piece, times = (_cut(part, [slice(60, 100)]) for part in (rows["history"], batch.dense["timestamps"]))
+    (longer,) = model.prefix(piece, times, [before])
+    for pair in longer.layers:
+        for x in pair:
+            x.zero_()
+    now = [x for pair in before.layers for x in pair]
+    assert all(torch.equal(was, is_now) for was, is_now in zip(kept, now, strict=True))
+
+
+def test_prefixes_that_cannot_be_extended_are_refused(kind):
+    model = make_ranker(kind, max_length=8)
+    batch, rows = make_requests([5, 5], [1, 1])
+    times = batch.dense["timestamps"]
+    made = model.prefix(rows["history"], times)
+    with pytest.raises(ValueError, match="prefix: 1 prefixes for 2 users"):
+        model.prefix(rows["history"], times, made[:1])
+    with pytest.raises(ValueError, match="max_length is 8"):
+        model.prefix(rows["history"], times, made)
+    others = make_ranker(kind, num_layers=2, max_length=8).prefix(rows["history"], times)
+    with pytest.raises(
+        ValueError, match="prefix: the prefix of user 1 has 2 layers, the model 3; it is of another model"
+    ):
+        model.prefix(rows["history"], times, [None, others[1]])

@@ -16,7 +16,7 @@ def test_equals_the_formula_forward_and_backward(of_users, corrected, segment, s
     keys = torch.randint(9, (size,), generator=draw)  # some of them the same
     log_q = torch.randn(size, generator=draw, dtype=torch.float64) if corrected else None
     users = torch.randint(4, (size,), generator=draw) if of_users else None
-    losses = in_batch_softmax(queries, items, keys, log_q, users_B=users, segment=segment)
+    losses = in_batch_softmax(queries, items, keys, log_q, users_N=users, segment=segment)
     wanted = []
     for b in range(size):
         logits = items @ queries[b] - (0 if log_q is None else log_q)

@@ -53,9 +53,9 @@ def test_evaluation_counts_neither_for_samples_per_second_nor_for_steps(
 ) -> None:
     original = run.evaluate_split
 
-    def slowly(*arguments: Any) -> dict[str, float]:
+    def slowly(*arguments: Any, **options: Any) -> dict[str, float]:
         time.sleep(EVALUATION)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(run, "evaluate_split", slowly)
     (tmp_path / "clicks.toml").write_text(CONFIG)

@@ -127,7 +127,12 @@ def test_messages_say_what_is_wrong_with_arrays() -> None:
         (lambda: Signal("u", keys, np.array([1, 2, np.nan])), "times: one of them is no finite number"),
         (lambda: Signal("u", keys, np.array(["1", "2", "3"])), "times: a list of seconds is needed"),
         (lambda: Signal("u", keys, candidates=-1), "candidates: a signal says how many"),
+        (
+            lambda: Signal("u", keys, np.array([0, 2**62, -(2**63)])),
+            "times: one of them is no finite number .* or beyond",
+        ),
         (lambda: Ask("u", keys, keys, now=np.inf), "now: inf is not a number of seconds"),
+        (lambda: Ask("u", keys, keys, now=2.0**62), "now: .* beyond 2"),
         (lambda: Ask("u", keys, keys, deadline_seconds=-1.0), "deadline: -1.0 seconds"),
     ):
         with pytest.raises(ValueError, match=message):

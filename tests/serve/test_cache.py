@@ -141,6 +141,17 @@ def test_a_ranking_that_left_before_it_came_has_not_used_it() -> None:
     assert account.cache.counters.wasted == 1
 
 
+def test_seconds_of_a_computation_that_is_given_up_or_fails_are_wasted() -> None:
+    account = make(20)
+    for user in (1, 2):
+        ask(account, key(user), f"{user}")
+        account.leave(f"{user}")
+    account.give_up(key(1), seconds=0.5)
+    assert account.cache.failed(key(2), seconds=0.25) == []
+    assert account.cache.wasted_seconds() == 0.75 and account.cache.pool.device_used == 0
+    assert account.cache.counters.cancelled == account.cache.counters.failed == 1
+
+
 # -- the host ----------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +353,13 @@ class Interleavings(RuleBasedStateMachine):
     def end(self, data: st.DataObject, well: bool) -> None:
         if self.account.work:
             self.account.end(data.draw(st.sampled_from(sorted(self.account.work))), well=well)
+
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        wanted = set(self.account.waiting.values())
+        work = self.account.work.items()
+        if unwanted := sorted(key for key, action in work if isinstance(action, Compute) and key not in wanted):
+            self.account.give_up(data.draw(st.sampled_from(unwanted)))
 
     @rule()
     def spill(self) -> None:

@@ -104,3 +104,13 @@ def test_a_law_needs_four_coefficients_of_zero_or_more(first: tuple[float, ...])
         Law(first)
     with pytest.raises(ValueError, match="quantile"):
         Law(TRUTH, quantile=1.0)
+
+
+def test_the_work_of_pieces_adds_up_to_that_of_the_whole_prefix_so_that_its_law_is_learned_from_them() -> None:
+    ends = [0, 128, 640, 1000]
+    pieces = [prefix_work(z - a, a) for a, z in zip(ends[:-1], ends[1:], strict=True)]
+    assert together(pieces) == prefix_work(1000)
+    law, true = Law(ROUGH), Law(TRUTH)
+    for work in pieces * 20:
+        law.observe(work, true.seconds(work))
+    assert law.seconds(prefix_work(1000)) == pytest.approx(true.seconds(prefix_work(1000)), rel=0.05)

@@ -12,7 +12,10 @@ def test_twenty_thousand_random_operations_break_nothing_and_reach_everything() 
     happened = fuzz(20_000, seed=0)
     assert sum(happened.values()) == 20_000
     done = {f"{work} {how}" for work in ("Compute", "Load", "Spill") for how in ("done", "failed")}
-    assert happened.keys() >= {"Hit", "Wait", "Miss", "Compute", "Load", "Spill", "switch", "discard", "leave"} | done
+    assert (
+        happened.keys()
+        >= {"Hit", "Wait", "Miss", "Compute", "Load", "Spill", "switch", "discard", "leave", "give up"} | done
+    )
 
 
 def test_the_same_seed_does_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import zlib
@@ -14,6 +15,7 @@ import pytest
 
 from nestpipe import load_bundle
 from nestpipe.sealed import MANIFEST, SUM, Damaged
+from nestpipe.serve import manifest
 from nestpipe.serve.manifest import DENSE, problems
 from nestpipe.serve.rows import Layer
 from nestpipe.tensorfile import TensorReader
@@ -111,7 +113,13 @@ def test_a_damaged_index_reads_no_other_memory(copy: list[Path]) -> None:
         (lambda values: values["tables"][0].update(dim=0), "dim must be a whole number"),
         (lambda values: values["tables"][0].update(stored="float16"), "is not what nestpipe writes"),
         (lambda values: values.update(features=[{"name": "x", "table": "y"}]), "is not what nestpipe writes"),
-        (lambda values: values.update(base={"name": "../x", "crc32": "0", "version": ""}), "no name of a folder"),
+        *(
+            (
+                lambda values, name=name: values.update(base={"name": name, "crc32": "0", "version": ""}),
+                "no name of a folder",
+            )
+            for name in ("../x", "..", ".", "")
+        ),
     ],
 )
 def test_a_manifest_that_nestpipe_did_not_write_is_refused(
@@ -120,6 +128,20 @@ def test_a_manifest_that_nestpipe_did_not_write_is_refused(
     rewrite(copy[0], change)
     with pytest.raises(Damaged, match=message):
         load_bundle(copy[0], model=Ranker())
+
+
+def test_a_delta_that_is_its_own_base_is_refused(copy: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    # No manifest holds its own checksum but a forged one: here the comparison of checksums is what is forged.
+    read = manifest.read
+
+    def forged(path: Path) -> manifest.Manifest:
+        found = read(path)
+        base = manifest.Base(copy[1].name, found.crc, "") if found.base else None
+        return dataclasses.replace(found, base=base)
+
+    monkeypatch.setattr(manifest, "read", forged)
+    with pytest.raises(Damaged, match="is based on itself"):
+        manifest.chain(copy[1])
 
 
 def test_tensors_of_other_shapes_than_the_manifest_says_are_refused(copy: list[Path]) -> None:

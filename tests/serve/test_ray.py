@@ -27,6 +27,7 @@ from nestpipe.serve.bundle import load_bundle
 from nestpipe.serve.messages import Ask, Ranked
 from nestpipe.serve.requests import RELAYED, Settings
 from nestpipe.serve.scoring import Scorer
+from nestpipe.serve.server import WAIT
 from nestpipe.serve.trigger import Bounds
 from tests.serve.rankers import export_two, make_ask, signal_of
 
@@ -267,6 +268,7 @@ def test_options_may_be_text_and_are_those_of_nestpipe_serve(
     assert built["replicas"] == 3 and built["limits"].history == 100
     assert built["settings"] == Settings(
         slo=0.05,
+        wait=WAIT * 0.05,
         host_bytes=2 * 10**9,
         device_bytes=1 << 30,
         relay=False,

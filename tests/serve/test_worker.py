@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from nestpipe import Bundle, load_bundle
+from nestpipe.ops.attention import cpu as attention
+from nestpipe.serve import computations
 from nestpipe.serve import worker as workers
 from nestpipe.serve.batching import Batching
 from nestpipe.serve.requests import RELAYED, Settings, Source
@@ -98,6 +101,8 @@ def check_books(worker: Worker) -> None:
         entries = {key: entry for key, entry in pool.entries.items() if entry.state in states - promised}
         assert place.keys() == entries.keys()
         assert all(place[key].num_bytes == entry.size for key, entry in entries.items())
+    for key, made in prefixes.half_made.items():
+        assert pool.entries[key].state is State.COMPUTING and made.num_bytes < pool.entries[key].size
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -203,6 +208,114 @@ def test_an_empty_history_and_keys_without_rows_are_ranked(start, full) -> None:
         assert np.array_equal(start().rank(ask).result(30).scores, full(ask))
 
 
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+PIECES = dataclasses.replace(EAGER, piece=1e-9)  # of one tile each
+
+
+def count_pieces(worker: Worker) -> list[tuple[int, int]]:
+    """Of each call that computes a piece of a prefix, from now on: items that are there, and those that it adds."""
+    computes, calls = worker._scorer.prefix, []
+
+    def prefix(history: np.ndarray, times: np.ndarray | None, behind: Any = None) -> Any:
+        calls.append((behind.length if behind else 0, len(history)))
+        return computes(history, times, behind)
+
+    worker._scorer.prefix = prefix
+    return calls
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+def test_a_prefix_in_pieces_gives_the_scores_of_the_full_pass(
+    start, full, dtype: torch.dtype, tolerance: float
+) -> None:
+    worker, ask = start(PIECES, prefix_dtype=dtype), ask_for("user", LENGTH)
+    calls = count_pieces(worker)
+    worker.signal(signal_of(ask, 0))
+    wait_until(lambda: not worker._policy.running)
+    assert calls == [(0, 128), (128, 128)] and worker._prefixes.half_made == {}
+    answer = worker.rank(ask).result(30)
+    assert answer.source is Source.DEVICE and worker.stats()["cache.computations"] == 1
+    assert_close(answer.scores, full(ask), tolerance)
+    check_books(worker)
+
+
+def test_pieces_end_where_tiles_of_attention_do() -> None:
+    assert computations.BLOCK == attention.BLOCK  # deciding needs no torch, so it is written twice
+
+
+def test_a_prefix_that_has_become_too_short_is_extended(start, full) -> None:
+    worker = start(dataclasses.replace(EAGER, max_tail=16))
+    relayed(worker, ask_for("user", 100))
+    calls, ask = count_pieces(worker), ask_for("user", 200)
+    answer = relayed(worker, ask)
+    assert calls == [(96, 100)] and worker.stats()["cache.extended"] == 1
+    assert answer.source is Source.DEVICE and len(worker._prefixes.device) == 1
+    assert_close(answer.scores, full(ask))
+
+
+def test_a_ranking_is_computed_between_two_pieces(start, full) -> None:
+    worker, ask, other = start(PIECES), ask_for("user", LENGTH), ask_for("other", 20)
+    computes, begun, slow = worker._scorer.prefix, threading.Event(), threading.Event()
+    worker._scorer.prefix = lambda *items: (begun.set(), slow.wait(30), computes(*items))[2]
+    worker._policy.costs.prefix.learns = False
+    worker.signal(signal_of(ask, 0))
+    assert begun.wait(30)
+    order: list[str] = []
+    first = worker.rank(other)
+    first.add_done_callback(lambda _: order.append("ranking"))
+    worker._scorer.prefix = lambda *items: (order.append("piece"), computes(*items))[1]
+    slow.set()
+    assert_close(first.result(30).scores, full(other))
+    assert_close(worker.rank(ask).result(30).scores, full(ask))
+    assert order == ["ranking", "piece"]
+
+
+def test_an_update_between_two_pieces_does_not_mix_versions(start, bundle, bundles, full) -> None:
+    worker, newer, ask = start(PIECES), bundle.updated(bundles[1]), ask_for("user", LENGTH)
+    scorer, computes, models = worker._scorer, worker._scorer.prefix, []
+    half, slow = threading.Event(), threading.Event()
+
+    def prefix(*items: Any) -> Any:
+        models.append(bundle.version)
+        half.set()
+        slow.wait(30)
+        return computes(*items)
+
+    scorer.prefix = prefix
+    worker.signal(signal_of(ask, 0))
+    assert half.wait(30)
+    worker.update(newer)
+    answer = worker.rank(ask)
+    slow.set()
+    of = {bundle.version: full, newer.version: Scorer(newer).full_pass}
+    assert_close(answer.result(30).scores, of[answer.result().version](ask))
+    wait_until(lambda: len(worker._scorers) == 1)
+    assert 1 <= len(models) <= 2 and worker._prefixes.half_made == {} == worker._prefixes.device
+
+
+def test_a_piece_that_fails_leaves_nothing_behind(start, full) -> None:
+    worker, ask = start(PIECES), ask_for("user", LENGTH)
+    computes = worker._scorer.prefix
+    worker._scorer.prefix = lambda *items: computes(*items) if items[2] is None else fail()
+    worker.signal(signal_of(ask, 0))
+    wait_until(lambda: worker.stats()["cache.failed"] == 1)
+    assert worker._prefixes.half_made == {} and len(worker._policy.cache) == 0
+    assert np.array_equal(worker.rank(ask).result(30).scores, full(ask))
+
+
+def test_a_model_that_cannot_extend_prefixes_computes_them_in_one_go(start, bundle, full, monkeypatch) -> None:
+    computes = bundle.model.prefix
+    monkeypatch.setattr(bundle.model, "prefix", lambda rows, times=None: computes(rows, times))
+    worker, ask = start(dataclasses.replace(PIECES, max_tail=0)), ask_for("user", LENGTH)
+    calls = count_pieces(worker)
+    worker.warm_up()
+    calls.clear()
+    relayed(worker, ask_for("user", 200))
+    assert_close(relayed(worker, ask).scores, full(ask))
+    assert calls == [(0, 196), (0, LENGTH - 4)]
+
+
 # -- many at once ------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +323,7 @@ def test_an_empty_history_and_keys_without_rows_are_ranked(start, full) -> None:
 def test_random_mixes_of_many_threads_give_the_full_pass(start, full, seed: int) -> None:
     settings = Settings(
         trigger=False, slo=5.0, wait=0.2 * seed, lease=0.01, device_bytes=4 * PREFIX, host_bytes=4 * PREFIX, spill_at=0.2,
-        max_tail=16, batching=Batching(requests=4, hold=0.001),
+        max_tail=16, piece=1e-9, batching=Batching(requests=4, hold=0.001),
     )  # fmt: skip
     worker = start(settings)
     worker._policy.costs.copy.learns = False
@@ -473,8 +586,16 @@ def test_models_that_cannot_be_relayed_are_refused_with_the_reason(bundle, monke
     with Worker(bundle, Settings(relay=False)) as worker:
         assert worker.signal(signal_of(ask_for("user"))) is Reason.OFF
     monkeypatch.setattr(type(bundle.model), "rank", None)
-    with pytest.raises(ValueError, match="HSTURanker cannot rank candidates: it has no rank"):
+    monkeypatch.setattr(bundle.model, "candidates", None)
+    with pytest.raises(ValueError, match="HSTURanker cannot rank candidates: it has no rank and no candidates"):
         Worker(bundle, Settings(relay=False))
+
+
+def test_a_ranker_without_layers_of_which_nothing_is_to_be_kept_is_served_too(tmp_path: Path) -> None:
+    ask = make_ask(np.random.default_rng(0), "user", length=9)
+    with Worker(load_bundle(export_two(tmp_path, RECIPE | {"num_layers": 0})[0])) as worker:
+        worker.signal(signal_of(ask))
+        assert np.array_equal(worker.rank(ask).result(10).scores, worker.scorer.full_pass(ask))
 
 
 def test_a_version_of_another_model_does_not_take_its_place(start, tmp_path: Path) -> None:

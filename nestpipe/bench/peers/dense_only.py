@@ -55,6 +55,7 @@ class DenseOnly:
         output = self._model(batch, rows)
         if not isinstance(output, Output):
             output = Output(output)
+        assert isinstance(output.losses, torch.Tensor) and not isinstance(output.weights, dict)
         weight = batch.size if output.weights is None else float(output.weights.detach().sum())
         loss = output.losses.sum() / weight
         loss.backward()

@@ -218,6 +218,7 @@ class _Tail(nn.Module):
         output = self.model(peer.batch, _Rows(peer.batch, pooled, lists))
         if not isinstance(output, Output):
             output = Output(output)
+        assert isinstance(output.losses, Tensor) and not isinstance(output.weights, dict)
         if peer.global_weight is None:
             peer.global_weight = float(peer.global_samples)
             if output.weights is not None:

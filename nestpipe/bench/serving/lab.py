@@ -55,7 +55,9 @@ class Conditions:
 
     load: its rate is what is varied. slack: the SLO, over what a full pass of the longest history takes alone.
     device_memory, host_memory: of an instance, for prefixes.
-    warm_up, seconds: of a point; it is longer where fewer than `requests` would come. keep: answers of it that are checked.
+    warm_up, seconds: of a point; it is longer where fewer than `requests` would come. A warm-up lasts as long as a session:
+        those that had begun before it have ended, or are known, when it counts.
+    keep: answers of a point that are checked.
     """
 
     ranker: Ranker = Ranker()
@@ -67,7 +69,7 @@ class Conditions:
     slack: float = 1.3
     device_memory: str = "64MB"
     host_memory: str = "512MB"
-    warm_up: float = 6.0
+    warm_up: float = 12.0
     seconds: float = 12.0
     requests: int = 250
     keep: int = 8

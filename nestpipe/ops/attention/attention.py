@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from nestpipe.ops.attention import cpu, reference
+from nestpipe.ops.precision import in_float32
 
 KINDS = ("silu", "softmax", "weights")
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
 
 
+@in_float32
 def jagged_attention(
     q_TE: Tensor | None,
     k_SE: Tensor | None,

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from nestpipe.ops.candidates import cpu, reference
+from nestpipe.ops.precision import in_float32
 
 KINDS = ("silu", "weights")
 IMPLEMENTATIONS = {"reference": reference.attention, "cpu": cpu.attention}
 
 
+@in_float32
 def candidate_attention(
     q_CE: Tensor | None,
     k_CE: Tensor | None,

@@ -2,15 +2,28 @@
 
 import itertools
 import math
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from nestpipe.batch import Jagged
-from nestpipe.metrics import AUC, GAUC, NDCG, HitRate, ListNDCG, NormalizedEntropy, rank_all, target_ranks
+from nestpipe.metrics import (
+    AUC,
+    GAUC,
+    MRR,
+    NDCG,
+    Calibration,
+    Coverage,
+    HitRate,
+    ListMAP,
+    ListMRR,
+    ListNDCG,
+    ListRecall,
+    LogLoss,
+    NormalizedEntropy,
+)
+from nestpipe.metrics.ranking import rank_all, target_ranks
+from tests.cluster import Cluster
 
 
 def make_predictions(size: int = 999, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,8 +75,40 @@ def test_hit_rate_and_ndcg():
     assert ndcg.compute() == pytest.approx((1 + 1 / math.log2(4) + 1 / math.log2(11)) / 5, rel=1e-15)
 
 
+def test_log_loss_and_calibration():
+    predictions, labels = make_predictions()
+    predictions = predictions.clamp(0.01, 0.99)
+    log_loss, calibration = LogLoss(), Calibration()
+    for part in torch.arange(999).split(100):
+        log_loss.update(predictions[part], labels[part])
+        calibration.update(predictions[part], labels[part])
+    expected = torch.nn.functional.binary_cross_entropy(predictions.double(), labels.double())
+    assert log_loss.compute() == pytest.approx(float(expected), rel=1e-11)
+    assert calibration.compute() == pytest.approx(float(predictions.double().sum() / labels.sum()), rel=1e-11)
+    with pytest.raises(ValueError, match=r"Calibration: prediction -0.5 of sample 0 is outside"):
+        calibration.update(torch.tensor([-0.5]), torch.tensor([1.0]))
+
+
+def test_reciprocal_ranks_and_coverage():
+    ranks = torch.tensor([1, 3, 10, 11, 2**40])
+    whole, cut, coverage = MRR(), MRR(10), Coverage(2)
+    for part in ranks.split(2):
+        whole.update(part)
+        cut.update(part)
+    assert whole.compute() == pytest.approx((1 + 1 / 3 + 1 / 10 + 1 / 11) / 5, rel=1e-10)
+    assert cut.compute() == pytest.approx((1 + 1 / 3 + 1 / 10) / 5, rel=1e-10)
+    coverage.update(torch.tensor([[4, 9], [9, 4]]), 8)
+    coverage.update(torch.tensor([[9, 1]]), 8)
+    assert coverage.compute() == 3 / 8
+    for make in (HitRate, NDCG, MRR, Coverage, ListRecall):
+        with pytest.raises(ValueError, match=f"{make.__name__}: k must be a whole number of at least 1, got 0"):
+            make(0)
+
+
 def test_undefined_values_are_nan():
-    assert all(math.isnan(metric.compute()) for metric in (AUC(), NormalizedEntropy(), HitRate(5), NDCG(5)))
+    of_nothing = (AUC(), NormalizedEntropy(), HitRate(5), NDCG(5), LogLoss(), Calibration(), MRR(), Coverage(3))
+    of_no_lists = (GAUC(), GAUC("user"), ListNDCG(2), ListRecall(2), ListMAP(), ListMRR())
+    assert all(math.isnan(metric.compute()) for metric in (*of_nothing, *of_no_lists))
     for metric in (AUC(), NormalizedEntropy()):
         metric.update(torch.tensor([0.2, 0.4]), torch.tensor([1.0, 1.0]))
         assert math.isnan(metric.compute())
@@ -180,6 +225,53 @@ def test_ndcg_of_lists_is_the_mean_over_the_orders_that_ties_allow(k):
     assert metric.compute() == pytest.approx(sum(expected) / len(expected), rel=1e-9)
 
 
+def recall(order: tuple[int, ...], labels: list[float], k: int) -> float:
+    return sum(labels[place] for place in order[:k]) / sum(labels)
+
+
+def average_precision(order: tuple[int, ...], labels: list[float], k: int) -> float:
+    hits = [labels[place] for place in order[:k]]
+    return sum(hit * sum(hits[: n + 1]) / (n + 1) for n, hit in enumerate(hits)) / min(k, sum(labels))
+
+
+def reciprocal(order: tuple[int, ...], labels: list[float], k: int) -> float:
+    return next((1 / rank for rank, place in enumerate(order[:k], 1) if labels[place]), 0.0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, None])
+@pytest.mark.parametrize(
+    ("make", "of_order"), [(ListRecall, recall), (ListMAP, average_precision), (ListMRR, reciprocal)]
+)
+def test_metrics_of_lists_are_the_mean_over_the_orders_that_ties_allow(make, of_order, k):
+    predictions, labels = make_lists(30, seed=2)
+    kept = [(s[:6], y[:6]) for s, y in zip(predictions.to_lists(), labels.to_lists(), strict=True)]
+    expected = []
+    for scores, clicks in kept:
+        orders = itertools.permutations(range(len(scores)))
+        allowed = [o for o in orders if all(scores[a] >= scores[b] for a, b in itertools.pairwise(o))]
+        if any(clicks):
+            expected.append(sum(of_order(order, clicks, k or 6) for order in allowed) / len(allowed))
+    assert 5 < len(expected) < len(kept)
+    metric = make(k or 6) if make is ListRecall else make(k)
+    metric.update(*(Jagged.from_lists([pair[i] for pair in kept], dtype=torch.float32) for i in range(2)))
+    assert metric.compute() == pytest.approx(sum(expected) / len(expected), rel=1e-9)
+
+
+def test_gauc_by_group_is_that_of_lists_of_the_groups_however_samples_lie():
+    predictions, labels = make_lists(60)
+    groups = labels.sample_ids() * 7 - 2**62  # any whole numbers
+    mixed = torch.randperm(len(groups), generator=torch.Generator().manual_seed(2))
+    by_list, by_group = GAUC(), GAUC("user")
+    by_list.update(predictions, labels)
+    for part in mixed.split(11):
+        by_group.update(predictions.values[part], labels.values[part], groups[part])
+    assert by_group.compute() == by_list.compute()
+    with pytest.raises(ValueError, match="groups must be whole numbers, one for each of 2 samples, got none"):
+        by_group.update(torch.zeros(2), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"got torch.float32 of shape \(2,\)"):
+        by_group.update(torch.zeros(2), torch.zeros(2), torch.zeros(2))
+
+
 def test_gauc_is_the_auc_of_lists_weighted_by_their_candidates():
     predictions, labels = make_lists()
     total = weight = 0.0
@@ -199,7 +291,7 @@ def test_the_order_within_a_list_and_the_cut_into_batches_change_no_digit():
     turned = [
         Jagged.from_lists([x[::-1] for x in part.to_lists()], dtype=torch.float32) for part in (predictions, labels)
     ]
-    for make in (GAUC, lambda: ListNDCG(3)):
+    for make in (GAUC, lambda: ListNDCG(3), lambda: ListRecall(3), lambda: ListMAP(3), ListMRR):
         whole, backwards, cut = make(), make(), make()
         whole.update(predictions, labels)
         backwards.update(*turned)
@@ -232,6 +324,18 @@ def test_lists_without_a_decision_do_not_count_and_bad_ones_are_named():
         ndcg.update(no_click, no_click.like(torch.tensor([-1.0, 1.0])))
 
 
+def test_infinite_scores_that_are_equal_are_ties_like_any_others():
+    masked = Jagged.from_lists([[-math.inf, -math.inf, 0.0, -math.inf]], dtype=torch.float32)
+    clicks = Jagged.from_lists([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float32)
+    finite = masked.like(masked.values.clamp(min=-1.0))
+    for make in (GAUC, lambda: ListNDCG(2), lambda: ListRecall(2), ListMAP, ListMRR):
+        of_masked, of_finite, backwards = make(), make(), make()
+        of_masked.update(masked, clicks)
+        of_finite.update(finite, clicks)
+        backwards.update(masked.like(masked.values.flip(0)), clicks.like(clicks.values.flip(0)))
+        assert of_masked.compute() == of_finite.compute() == pytest.approx(backwards.compute(), rel=1e-9)
+
+
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 
@@ -244,30 +348,28 @@ def all_metrics(part: torch.Tensor) -> list[float]:
         entropy.update(predictions[some], labels[some])
         hit_rate.update(ranks[some])
         ndcg.update(ranks[some])
+    more = [LogLoss(), Calibration(), MRR(), Coverage(3), GAUC("user")]
+    for some in part.split(100):
+        for metric in more[:2]:
+            metric.update(predictions[some], labels[some])
+        more[2].update(ranks[some])
+        more[3].update(ranks[some], 50)
+        more[4].update(predictions[some], labels[some], some % 37 - 18)  # groups lie on all workers
     scores, clicks = make_lists(999)
-    gauc, of_lists = GAUC(), ListNDCG(3)
-    for metric in (gauc, of_lists):
+    lists = [GAUC(), ListNDCG(3), ListRecall(3), ListMAP(3), ListMRR()]
+    for metric in lists:
         metric.update(scores.select(part), clicks.select(part))
-    return [metric.compute() for metric in (auc, entropy, hit_rate, ndcg, gauc, of_lists)]
+    return [metric.compute() for metric in (auc, entropy, hit_rate, ndcg, *more, *lists)]
 
 
-def worker(rank: int, parts: list[torch.Tensor], port: int, results) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(parts))
-    try:
-        results.put(all_metrics(parts[rank]))
-    finally:
-        dist.destroy_process_group()
+def of_worker(parts: list[torch.Tensor]) -> list[float]:
+    return all_metrics(parts[torch.distributed.get_rank()])
 
 
-def test_workers_get_the_very_number_of_one_worker():
+def test_workers_get_the_very_number_of_one_worker(cluster: Cluster) -> None:
     order = torch.randperm(999, generator=torch.Generator().manual_seed(9))
     parts = [order[:100], order[100:100], order[100:]]  # uneven, one worker without samples
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(worker, args=(parts, port, results), nprocs=len(parts), join=True)
     alone = all_metrics(torch.arange(999))
-    for _ in parts:
-        assert results.get() == alone
+    assert len(set(alone)) == len(alone) and not any(map(math.isnan, alone))
+    for numbers in cluster.run(3, of_worker, parts):
+        assert numbers == alone
