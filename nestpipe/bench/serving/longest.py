@@ -12,9 +12,9 @@ from nestpipe.bench.serving.service import Service
 from nestpipe.sections import Section, Table, shown
 
 
-def measure(lab: Lab, service: Service, way: Way, lengths: Sequence[int], rate: float) -> dict[str, Any]:
-    """One contestant, on its server. lengths: rising; two that miss the SLO end the search."""
-    points: list[dict[str, Any]] = []
+def measure(lab: Lab, services: Mapping[Way, Service], lengths: Sequence[int], rate: float) -> dict[str, Any]:
+    """Contestants in turns, each on its server. lengths: rising; two that miss the SLO end a contestant's search."""
+    points: dict[Way, list[dict[str, Any]]] = {way: [] for way in services}
     for length in lengths:
         law = dataclasses.replace(
             lab.conditions.load,
@@ -23,11 +23,14 @@ def measure(lab: Lab, service: Service, way: Way, lengths: Sequence[int], rate: 
             length_spread=0.0,
             longest=lab.conditions.ranker.longest,
         )
-        figures = lab.measure(service, way, law)
-        points.append({"length": length, "keeps": figures.keeps, **figures.to_json()})
-        if sum(not point["keeps"] for point in points) == 2:
-            break
-    return {"points": points, "longest": max((point["length"] for point in points if point["keeps"]), default=0)}
+        for way, service in services.items():
+            if sum(not point["keeps"] for point in points[way]) < 2:
+                figures = lab.measure(service, way, law)
+                points[way].append({"length": length, "keeps": figures.keeps, **figures.to_json()})
+    return {
+        way.name: {"points": found, "longest": max((point["length"] for point in found if point["keeps"]), default=0)}
+        for way, found in points.items()
+    }
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:

@@ -14,6 +14,7 @@ Server, instances and load generator share the cores of this machine.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -75,29 +76,27 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _served(place: Lab, size: Size) -> dict[str, Any]:
-    """What needs a server: one for each contestant, for all that it takes part in. Full passes come first: the rate they
-    keep is where histories grow; then all techniques together, whose rate is that of the ablation."""
+    """What needs a server: one for each contestant, all of them there from the beginning to the end, so that contestants can
+    take turns; who is not measured is idle. The rate that full passes keep is where histories grow, that of all techniques
+    together is the ablation's."""
     load, ladder = size.conditions.load, size.ladder
     once = dataclasses.replace(load, session=1.0)
-    rates, single, long, without, others = {}, {}, {}, {}, {}
-    for way in (FULL, HOST, RELAY, ANYWHERE):
-        with place.serving(way) as service:
-            rates[way.name] = capacity.measure(place, service, way, ladder, load)
-            highest = {name: found["highest"] or found["points"][0]["rate"] for name, found in rates.items()}
-            if way is not FULL:
-                without[way.name] = ablation.measure(place, service, way, highest[HOST.name])
-            if way in (FULL, HOST):
-                single[way.name] = capacity.measure(place, service, way, ladder, once)
-                long[way.name] = longest.measure(place, service, way, size.lengths, highest[FULL.name])
-            if way is FULL:
-                others["loadgen"] = loadgen.measure(place, service, highest[FULL.name] / 2)
-            if way is HOST:
-                before, after = size.around
-                others["losing"] = losing.measure(place, service, highest[HOST.name] / 2, before=before, after=after)
-    with place.serving(UNTRIGGERED) as service:
-        without[UNTRIGGERED.name] = ablation.measure(place, service, UNTRIGGERED, highest[HOST.name])
+    with contextlib.ExitStack() as stack:
+        services = {way: stack.enter_context(place.serving(way)) for way in (*WAYS, UNTRIGGERED)}
+        two = {way: services[way] for way in (FULL, HOST)}
+        rates = capacity.measure(place, {way: services[way] for way in WAYS}, ladder, load)
+        highest = {name: found["highest"] or found["points"][0]["rate"] for name, found in rates.items()}
+        without = {
+            way.name: ablation.measure(place, services[way], way, highest[HOST.name])
+            for way in (HOST, UNTRIGGERED, ANYWHERE, RELAY)
+        }
+        long = longest.measure(place, two, size.lengths, highest[FULL.name])
+        single = capacity.measure(place, two, ladder, once)
+        others = {"loadgen": loadgen.measure(place, services[FULL], highest[FULL.name] / 2)}
+        before, after = size.around
+        others["losing"] = losing.measure(place, services[HOST], highest[HOST.name] / 2, before=before, after=after)
     return {
-        "capacity": capacity.results(place, ladder, load, {way.name: rates[way.name] for way in WAYS}),
+        "capacity": capacity.results(place, ladder, load, rates),
         "sessions": capacity.results(place, ladder, once, single),
         "longest": {"slo": place.slo, "rate": highest[FULL.name], "lengths": list(size.lengths), "ways": long},
         "ablation": {"slo": place.slo, "rate": highest[HOST.name], "ways": without},
