@@ -90,6 +90,11 @@ def wait_until(true: Callable[[], bool], *, seconds: float = 30.0) -> None:
         time.sleep(0.001)
 
 
+def idle(worker: Worker) -> bool:
+    with worker._lock:  # between two pieces nothing runs either, for a moment
+        return worker._policy.running is None and worker._policy.copies.running is None
+
+
 def check_books(worker: Worker) -> None:
     """Tensors lie where the cache says, and are as large as it counts."""
     pool, prefixes = worker._policy.cache.pool, worker._prefixes
@@ -232,7 +237,7 @@ def test_a_prefix_in_pieces_gives_the_scores_of_the_full_pass(
     worker, ask = start(PIECES, prefix_dtype=dtype), ask_for("user", LENGTH)
     calls = count_pieces(worker)
     worker.signal(signal_of(ask, 0))
-    wait_until(lambda: not worker._policy.running)
+    wait_until(lambda: idle(worker))
     assert calls == [(0, 128), (128, 128)] and worker._prefixes.half_made == {}
     answer = worker.rank(ask).result(30)
     assert answer.source is Source.DEVICE and worker.stats()["cache.computations"] == 1
@@ -356,7 +361,7 @@ def test_random_mixes_of_many_threads_give_the_full_pass(start, full, seed: int)
         ask = ask_for(f"late user {number}", LENGTH)
         assert_close(relayed(worker, ask).scores, full(ask))
     assert worker.stats()["cache.device_drops"] and worker.stats()["cache.spills"]
-    wait_until(lambda: not worker._policy.running and not worker._policy.copies.running)
+    wait_until(lambda: idle(worker))
     with worker._lock:
         check_books(worker)
 
@@ -452,7 +457,7 @@ def test_a_copy_that_fails_means_a_full_pass_or_a_computation(
     for ask in asks:
         assert_close(worker.rank(ask).result(30).scores, full(ask))
     assert worker.stats()["cache.failed"]
-    wait_until(lambda: worker._policy.copies.running is None and worker._policy.running is None)
+    wait_until(lambda: idle(worker))
     check_books(worker)
 
 
@@ -556,7 +561,7 @@ def test_a_prefix_whose_ranking_does_not_come_is_let_go(start) -> None:
     now = [0.0]
     worker = start(Settings(trigger=False, lease=5.0), clock=lambda: now[0])
     assert worker.signal(signal_of(ask_for("user"))) is Reason.ADMITTED
-    wait_until(lambda: not worker._policy.running)
+    wait_until(lambda: idle(worker))
     now[0] = 6.0
     worker.signal(signal_of(ask_for("another")))
     assert worker.stats()["expired"] == 1
