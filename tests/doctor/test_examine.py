@@ -112,7 +112,9 @@ def test_workers_in_order_pass_every_check_and_nothing_is_left_of_it(
     (code, told), *others = cluster.run(3, look, str(clicks), str(out))
     assert code == 0 and others == [(0, [])] * 2  # the first tells, all know
     assert [finding.what for finding in told] == CHECKS
-    levels = {finding.level for finding in told if finding.what != "links inside machines"}  # fast or not: a busy machine's
+    levels = {
+        finding.level for finding in told if finding.what != "links inside machines"
+    }  # fast or not: a busy machine's
     assert levels == {OK} and told[-2].level != FAIL
     assert "3 pairs, median" in told[-2].says and "3 on 1 machine" in told[0].says
     assert not (tmp_path / "runs").exists()
