@@ -36,9 +36,10 @@ class Prefixes:
         self._origins: dict[Key, Origin] = {}
         self._versions = itertools.count(1)
 
-    def match(self, user: str, history: np.ndarray, times: np.ndarray | None) -> tuple[int, frozenset[Key], bool]:
+    def match(self, user: str, history: np.ndarray, times: np.ndarray | None) -> tuple[int, frozenset[Origin], bool]:
         """The version of a history, as the cache counts them: that of the user's prefixes, if all that are short enough are of
-        its first items; else a new one, the newest. And the prefixes that are; and whether there are some that are not."""
+        its first items; else a new one, the newest. And what those are made of (a key may name another prefix later,
+        if this one is given up); and whether there are some that are not."""
         versions: dict[int, list[Key]] = {}
         for key, _ in self.cache.of_user(user):
             if key.tokens <= len(history) and key.model == self.cache.model:
@@ -46,7 +47,7 @@ class Prefixes:
         for version in sorted(versions, reverse=True):
             keys = versions[version]
             if all(self.is_of(key, history, times) for key in keys):
-                return version, frozenset(keys), False
+                return version, frozenset(self._origins[key] for key in keys), False
         return next(self._versions), frozenset(), bool(versions)
 
     def is_of(self, key: Key, history: np.ndarray, times: np.ndarray | None) -> bool:

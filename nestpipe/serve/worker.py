@@ -32,7 +32,7 @@ from nestpipe.serve.costs import ranking_work
 from nestpipe.serve.counting import flat
 from nestpipe.serve.messages import Ask, Ranked, Rejected, Signal
 from nestpipe.serve.policy import Instance
-from nestpipe.serve.prefixes import Prefixes, part
+from nestpipe.serve.prefixes import Origin, Prefixes, part
 from nestpipe.serve.requests import Action, Fail, Piece, Rank, Reject, Request, Settings, Source
 from nestpipe.serve.scoring import Part, Scorer, check_successor, to_device, to_host
 from nestpipe.serve.states import Drop, Key, Load, Spill
@@ -44,11 +44,11 @@ log = logging.getLogger("nestpipe")
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Asked:
-    """A request that has no answer yet. matched: the prefixes that are of the first items of its history."""
+    """A request that has no answer yet. matched: those of prefixes that are made of the first items of its history."""
 
     ask: Ask
     future: Future[Ranked]
-    matched: frozenset[Key]
+    matched: frozenset[Origin]
     since: float
     error: Exception | None = None
 
@@ -384,9 +384,8 @@ class Worker:
         if key is None:
             return Part(ask)
         times = ask.times if self._scorer.uses_times else None
-        if key in asked.matched or self._prefixes.is_of(
-            key, ask.history, times
-        ):  # the latter if it came to be meanwhile
+        known = self._prefixes.origin(key) in asked.matched  # else it came to be meanwhile
+        if known or self._prefixes.is_of(key, ask.history, times):
             return Part(ask, self._prefixes.device[key])
         request.source, request.work = Source.UNUSABLE, ranking_work(0, request.tokens, request.candidates)
         return Part(ask)

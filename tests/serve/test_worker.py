@@ -20,7 +20,7 @@ from nestpipe.ops.attention import cpu as attention
 from nestpipe.serve import computations
 from nestpipe.serve import worker as workers
 from nestpipe.serve.batching import Batching
-from nestpipe.serve.requests import RELAYED, Settings, Source
+from nestpipe.serve.requests import RELAYED, Request, Settings, Source
 from nestpipe.serve.scoring import Part, Scorer
 from nestpipe.serve.states import ON_DEVICE, ON_HOST, READABLE, State
 from nestpipe.serve.trigger import Reason
@@ -165,6 +165,19 @@ def test_a_history_that_changed_in_the_past_is_ranked_in_full(start, full) -> No
         assert answer.source is Source.FULL and worker.stats()["stale"] == stale
         assert np.array_equal(answer.scores, full(changed))
     assert relayed(worker, other).source is Source.DEVICE  # and its own prefix is computed at its own signal
+
+
+def test_a_prefix_that_has_taken_the_name_of_another_is_not_used(start) -> None:
+    worker, ask, other = start(), ask_for("user"), ask_for("user", seed=1)
+    relayed(worker, ask)
+    prefixes, (key,) = worker._prefixes, worker._prefixes.device
+    times, others = (one.times if worker._scorer.uses_times else None for one in (ask, other))
+    _, matched, _ = prefixes.match("user", ask.history, times)
+    asked = workers._Asked(ask, Future(), matched, 0.0)
+    request = Request(0, "user", key.history, 200, 1, 0.0, 1.0, key=key, source=Source.DEVICE)
+    assert matched and worker._part(request, asked).prefix is prefixes.device[key]
+    prefixes.expect(key, other.history, others)  # the first was given up, and its name was free
+    assert worker._part(request, asked).prefix is None and request.source is Source.UNUSABLE
 
 
 def test_a_refused_signal_does_not_say_what_an_earlier_one_computes(
